@@ -275,7 +275,6 @@ class BatchDecoder:
 
     def __init__(self, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self.unknown_events: int = 0  # unknown events so far
-        self.first_unknown: UnknownEvent | None = None
         self._max_bytes = max_bytes
         self._max_events = max_bytes // MIN_EVENT_BYTES
         self._max_values = max(max_bytes // BYTES_PER_VALUE, SMALL_BYTES)
@@ -313,10 +312,7 @@ class BatchDecoder:
         if raws:
             self._maps = _is_map(raws[0])
         events = list(map(_EventDecoder(self._max_values).decode, raws))
-        for event in events:
-            if isinstance(event, UnknownEvent):
-                self.first_unknown = self.first_unknown or event
-                self.unknown_events += 1
+        self.unknown_events += sum(isinstance(event, UnknownEvent) for event in events)
         return KVEventBatch(batch.ts, events, batch.data_parallel_rank)
 
 

@@ -18,7 +18,7 @@ from aioshm.errors import CodecError
 from aioshm.events.config import SubscriberSettings
 from aioshm.events.protocol import wire
 from aioshm.events.protocol.encoding import BatchDecoder
-from aioshm.events.protocol.messages import KVEventBatch, Lost, Received
+from aioshm.events.protocol.messages import KVEventBatch, Lost, Received, UnknownEvent
 from aioshm.events.protocol.tracker import Message, SourceTracker
 from aioshm.events.subscribe.backlog import RECONNECTED, Inbox
 from aioshm.events.subscribe.ports import LivePort, ReplayPort
@@ -78,14 +78,13 @@ class _Intake:
         self._endpoint = endpoint
         self._limiter = LogLimiter(10.0)
         self._last_refusal = ""
-        self._warned = False
 
     def decode(self, frames: wire.Frames) -> KVEventBatch:
         """Decode a batch, or raise CodecError; log the first unknown event."""
+        before = self.decoder.unknown_events
         batch = self.decoder.decode(frames.payload)
-        unknown = self.decoder.first_unknown
-        if unknown is not None and not self._warned:
-            self._warned = True
+        if self.decoder.unknown_events and not before:
+            unknown = next(event for event in batch.events if isinstance(event, UnknownEvent))
             logger.warning(
                 "subscriber %s: an event of type %s in batch %d of rank %s is delivered as an UnknownEvent: %s "
                 "(logged once; stats().unknown_events counts them)",
@@ -314,6 +313,8 @@ class EventSource:
             schedule.quiet_checks += 1
             schedule.overdue = None
             tracker.check()
+        elif self._replay.has_answer:  # only the loop was late
+            self._replay.restart_timeout()
         else:
             reason = self._replay.give_up(self.endpoint)
             if reason is not None:

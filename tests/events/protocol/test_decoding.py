@@ -215,7 +215,6 @@ class TestUnknownEvents:
         decoder = BatchDecoder()
         decoder.decode(pack([1.0, [["BlockMoved", 1], ["BlockRemoved", [1]], ["BlockRemoved", 7]], 0]))
         assert decoder.unknown_events == 2
-        assert decoder.first_unknown == UnknownEvent("BlockMoved", ["BlockMoved", 1])
 
 
 # The repeated bytes, and their number of values.

@@ -39,8 +39,9 @@ def endpoints() -> Iterator[tuple[str, str]]:
         yield endpoint, replay
 
 
-async def test_answer_that_takes_long_is_read_to_its_end(ends: Ends) -> None:
-    """The answer is overdue only if nothing has come for so long, and not as a whole."""
+@pytest.mark.parametrize("late", ["the timer", "the loop"])
+async def test_answer_that_takes_long_is_read_to_its_end(ends: Ends, late: str) -> None:
+    """The answer is overdue only if nothing has come for so long: not as a whole, nor because the loop was busy."""
     publisher = ends.publisher()
     for n in range(3000):
         publisher.publish(batch(n, 20))
@@ -50,6 +51,11 @@ async def test_answer_that_takes_long_is_read_to_its_end(ends: Ends) -> None:
     (source,) = subscriber._sources
     await until(lambda: source.replayed)
     assert source._tracker.asking is not None
+    if late == "the loop":
+        source._pause()
+        await until(lambda: source._replay.has_answer)
+        source.resume()
+        source._replay.active_at -= 2 * PATIENCE_S
     source._schedule.overdue = 0.0  # as of a timer that was set before the first reply
     source._tick()
     assert [item.seq for item in await take(subscriber, 3000) if isinstance(item, Received)] == list(range(3000))
