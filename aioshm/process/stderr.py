@@ -72,9 +72,12 @@ class StderrRelay:
         """Return the last lines that a process has written up to now, also directly after its exit."""
         with self._lock:
             stream = self._named[name]
+            idle = not self._waiting
             for fd, each in [*self._open.items()]:
                 if each is stream:
                     self._read(fd)
+            if idle and self._waiting and not self._closing:  # the thread may be about to wait for this stream
+                os.write(self._wake_out, b"\0")
             lines = stream.last.decode(errors="replace").splitlines()
         if stream.cut and len(lines) > 1:
             del lines[0]  # half a line

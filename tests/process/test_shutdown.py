@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -202,3 +203,33 @@ async def test_shutdown_without_another_thread_does_not_block_the_loop(
     task.cancel()
     await asyncio.wait([task])
     assert process.exitcode == -signal.SIGKILL
+
+
+def test_lines_that_are_asked_for_just_before_the_relay_waits_are_forwarded(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    class Asked(StderrRelay):
+        def _forward(self) -> None:  # private: the instant between this and the wait cannot be met otherwise
+            super()._forward()
+            if last.is_set():
+                last.clear()
+                os.write(writer, b"the last line\n")
+                assert self.last_lines("a process", 1) == ["the last line"]
+
+    shown: list[str] = []
+
+    def are_shown(*lines: str) -> bool:
+        shown.extend(capfd.readouterr().err.splitlines())
+        return shown == [*lines]
+
+    last = threading.Event()
+    relay = Asked()
+    with relay.pipe("a process") as stderr:
+        writer = os.dup(stderr)
+    os.write(writer, b"a line\n")
+    eventually(lambda: are_shown("a line"))
+    last.set()
+    os.write(writer, b"another\n")
+    eventually(lambda: are_shown("a line", "another", "the last line"))
+    os.close(writer)
+    relay.close()
