@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import socket as sockets
+import stat
 import sys
 from dataclasses import dataclass
 
@@ -219,3 +221,18 @@ class BoundFile:
         except OSError:
             return None
         return found.st_dev, found.st_ino
+
+
+def disconnect(descriptor: int, port: int) -> str | None:
+    """Shut down a connection of ZeroMQ; return the peer's address, or None if the descriptor is another one's now."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return None
+        with sockets.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family == sockets.AF_UNIX or connection.getsockname()[1] != port:
+                return None
+            host, number = connection.getpeername()[:2]
+            connection.shutdown(sockets.SHUT_RDWR)
+    except OSError:
+        return None
+    return f"{host}:{number}"

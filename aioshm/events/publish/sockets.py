@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket as sockets
-import stat
 import threading
 from contextlib import suppress
 
@@ -17,7 +14,7 @@ from aioshm.events.config import PublisherSettings, check_endpoint, for_rank, pu
 from aioshm.events.protocol.wire import MAX_TOPIC_BYTES
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import start_thread
-from aioshm.zeromq.endpoint import BoundFile, attach, limit_frames, open_socket
+from aioshm.zeromq.endpoint import BoundFile, attach, disconnect, limit_frames, open_socket
 from aioshm.zeromq.hosts import host_of, is_loopback, is_own_address
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump, drain
@@ -245,23 +242,8 @@ class Subscriptions:
 
     def _cut_off(self, descriptor: int) -> None:
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        peer = _disconnect(descriptor, int(endpoint.rpartition(":")[2]))
+        peer = disconnect(descriptor, int(endpoint.rpartition(":")[2]))
         if peer is not None:
             self.cut_off += 1
             text = "publisher %s: disconnected %s, which has more than %d subscriptions"
             self._limiter.warn(logger, text, endpoint, peer, MAX_SUBSCRIPTIONS)
-
-
-def _disconnect(descriptor: int, port: int) -> str | None:
-    """Shut down a connection of ZeroMQ; return the peer's address, or None if the descriptor is another one's now."""
-    try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return None
-        with sockets.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.family == sockets.AF_UNIX or connection.getsockname()[1] != port:
-                return None
-            host, number = connection.getpeername()[:2]
-            connection.shutdown(sockets.SHUT_RDWR)
-    except OSError:
-        return None
-    return f"{host}:{number}"

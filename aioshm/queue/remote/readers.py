@@ -163,9 +163,15 @@ class RemoteReaders:
 
     def evict(self, slot: ReaderSlot, reader: Any, *, dismissed: bool) -> None:
         why = wire.DISMISSED if dismissed else wire.TOO_SLOW
-        self.sockets.send(reader.identity, wire.Refused(why, evicted=True))
+        self._end(reader, why)
         self._forget(reader, why)
         self.drop(slot)
+
+    def _end(self, reader: RemoteReader, why: str) -> None:
+        """Tell a reader that it is not one any more, and send it nothing else."""
+        self.sockets.send(reader.identity, wire.Refused(why, evicted=True))
+        if self.registry.going:  # else a reader that reconnects might be admitted again
+            self.sockets.cut_off(reader.rank)
 
     def _forget(self, reader: RemoteReader, why: str) -> None:
         del self.attached[reader.identity]
@@ -340,7 +346,7 @@ class RemoteReaders:
     def _died(self, reader: RemoteReader, why: str, *, blameless: bool = False) -> None:
         """Detach an unreachable reader, as `ReaderRegistry.died`."""
         if not blameless:
-            self.sockets.send(reader.identity, wire.Refused(why, evicted=True))
+            self._end(reader, why)
         self._forget(reader, why)
         self.registry.died(reader.slot, why, blameless=blameless)
         self.registry.changed()

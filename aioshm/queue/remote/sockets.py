@@ -21,7 +21,7 @@ from aioshm.config import Options
 from aioshm.errors import OutOfDescriptors, SharedMemoryError
 from aioshm.queue.handle import RemoteAddress
 from aioshm.queue.remote import wire
-from aioshm.zeromq.endpoint import CurveKeys, attach, limit_frames, open_socket
+from aioshm.zeromq.endpoint import CurveKeys, attach, disconnect, limit_frames, open_socket
 from aioshm.zeromq.hosts import bracketed, connectable, own_address
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump, drain, receive_frames, whole
@@ -56,6 +56,7 @@ class DataPublisher:
         silence_s: float | None = None,
     ) -> None:
         self._topic = topic
+        self._ranks: dict[int, int] = {}  # of subscribers, by the descriptors of their latest connections
         self.socket: Socket = sockets.add(
             open_socket(sockets.context, zmq.XPUB, endpoint, bind=True, hwm=hwm, curve=curve, silence_s=silence_s)
         )
@@ -69,15 +70,23 @@ class DataPublisher:
     def look(self, on_subscribed: Callable[[int], None]) -> bool:
         """Admit subscribers and report their ranks; return whether there may be more."""
 
-        def admit(subscription: bytes) -> None:
-            rank = wire.subscriber(subscription, self._topic)
+        def admit(subscription: zmq.Frame) -> None:
+            rank = wire.subscriber(subscription.bytes, self._topic)
             if rank is not None:
+                self._ranks[int(subscription.get(zmq.SRCFD))] = rank
                 # Both calls concern the connection that the subscription came from.
                 self.socket.setsockopt(zmq.SUBSCRIBE, wire.address(self._topic, rank))
                 self.socket.setsockopt(zmq.SUBSCRIBE, wire.address(self._topic))
                 on_subscribed(rank)
 
-        return drain(self.socket, partial(self.socket.recv, zmq.NOBLOCK), admit)
+        return drain(self.socket, lambda: self.socket.recv(zmq.NOBLOCK, copy=False), admit)
+
+    def cut_off(self, rank: int) -> None:
+        """End a subscriber's connection over TCP: no window bounds any more what waits for the subscriber."""
+        port = _port(self.socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        for descriptor in [each for each, owner in self._ranks.items() if owner == rank]:
+            del self._ranks[descriptor]
+            disconnect(descriptor, port)
 
 
 class DataSubscriber:
@@ -307,6 +316,11 @@ class WriterSockets:
         """Send a data message, once started."""
         self._subscriptions.run_soon()  # sending may swallow the event of a subscription
         self._data.send(head, body)
+
+    def cut_off(self, rank: int) -> None:
+        """End a reader's data connection."""
+        if not self._sockets.closed:
+            self._data.cut_off(rank)
 
     def send(self, identity: bytes, message: wire.Control) -> bool:
         """Send a control message; return False without a connection to the reader."""

@@ -7,6 +7,7 @@ import signal
 import time
 from contextlib import AbstractAsyncContextManager
 
+import psutil
 import pytest
 from children import Child, child
 from remotes import wide_writer
@@ -115,6 +116,26 @@ async def test_a_reader_that_is_stopped_for_too_long_is_dead_and_learns_of_it() 
             received, _, how = (await reader.says()).partition(" ")
             assert 10 <= int(received) <= number
             assert how.startswith("then PeerDied the writer (pid ")
+
+
+@pytest.mark.parametrize("way", ["evicted", "dismissed"])
+async def test_nothing_is_kept_for_a_stopped_reader_that_is_not_one_any_more(way: str) -> None:
+    options = {"remote_timeout": 30.0, "remote_window": 4, "slow_reader": "evict"}
+    async with wide_writer(0, 2, codec="raw", **options) as writer:
+        handle = writer.export_handle()
+        async with MessageQueue.create_from_handle(handle, 0) as reader:
+            async with child("idle", handle.to_json(), "1") as stopped:
+                await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
+                await stopped.says("ready")
+                stopped.signal(signal.SIGSTOP)
+                if way == "dismissed":
+                    writer.dismiss(1)
+                before = psutil.Process().memory_info().rss
+                for number in range(100):
+                    await writer.enqueue(bytes([number]) * (1 << 20), 20)
+                    assert (await reader.dequeue(20))[0] == number
+                    assert psutil.Process().memory_info().rss - before < 60 << 20
+                assert [each.rank for each in writer.readers if each.state == "attached"] == [0]
 
 
 # Writers
