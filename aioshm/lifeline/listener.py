@@ -129,9 +129,10 @@ class LifelineListener:
         except (BlockingIOError, ConnectionAbortedError):
             return False
         except OSError as error:
+            reason: Exception = error
             if is_out_of_descriptors(error):
-                self.lacking = out_of_descriptors("a reader that attaches", error.errno)
-            self._warning.warn(logger, "cannot accept a reader, which waits: %s", self.lacking or error)
+                reason = self.lacking = out_of_descriptors("a reader that attaches", error.errno)
+            self._warning.warn(logger, "cannot accept a reader, which waits: %s", reason)
             # Pause, so that the loop does not spin.
             self.loop.remove_reader(self._sock.fileno())
             if self._resume is not None:

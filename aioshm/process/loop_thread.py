@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from threading import get_ident
@@ -131,10 +130,11 @@ class LoopThread:
         self._started: set[asyncio.Task[None]] = set()  # tasks of `start`: asyncio holds tasks only weakly
         self._owner = owner
         self._pid = os.getpid()
-        started: Future[_Started] = Future()
+        started: _Errand[_Started] = _Errand()
         self._thread = start_thread(_serve, owner, loop_factory, started, name="aioshm-loop", what=owner)
+        self._wait_for(started)
         self.loop: asyncio.AbstractEventLoop
-        self.loop, self._stopping = started.result()
+        self.loop, self._stopping = started.outcome()
         _running.add(self)
 
     @property
@@ -316,7 +316,7 @@ def _stop(stopping: asyncio.Future[None]) -> None:
         stopping.set_result(None)
 
 
-def _serve(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop], started: Future[_Started]) -> None:
+def _serve(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop], started: _Errand[_Started]) -> None:
     """Run a new loop in this thread until it is stopped."""
 
     def make() -> asyncio.AbstractEventLoop:
@@ -327,13 +327,13 @@ def _serve(owner: str, loop_factory: Callable[[], asyncio.AbstractEventLoop], st
     async def main() -> None:
         loop = asyncio.get_running_loop()
         stopping = loop.create_future()
-        started.set_result((loop, stopping))
+        started.settle((loop, stopping))
         await stopping
 
     try:
         loop = make()
     except BaseException as error:
-        started.set_exception(error)
+        started.settle(None, error)
         return
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(main())
