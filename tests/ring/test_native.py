@@ -32,6 +32,15 @@ NOT_BUILT = """
 import sys
 sys.modules["aioshm.ring._native"] = None  # importing it raises ImportError, as without a compiler at the build
 """
+AWAITS = """
+import aioshm, asyncio
+async def main():
+    async with aioshm.MessageQueue(1) as writer:
+        async with aioshm.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            await writer.enqueue(1)
+            assert await reader.dequeue() == 1
+asyncio.run(main())
+"""
 
 
 CORES_ON = """
@@ -88,6 +97,12 @@ def test_a_bad_value_is_refused_by_name(value: str) -> None:
     done = run("from aioshm import MessageQueue", AIOSHM_NATIVE=value)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == f"ValueError: AIOSHM_NATIVE={value!r}: it must be 0 or 1"
+
+
+@pytest.mark.skipif("PYTHONMALLOC" in os.environ, reason="the address sanitizer has its own allocator")
+def test_native_core_frees_its_memory_once_at_the_end_of_python() -> None:
+    done = run(AWAITS, PYTHONMALLOC="debug")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("machine", ["AMD64", "aarch64", ""])

@@ -158,7 +158,7 @@ static void call_dealloc(Call *self)
         PyErr_Restore(kind, error, traceback);
     }
     call_clear(self);
-    if (self->state->spare == NULL)
+    if (self->state->spare == NULL && self->state->call != NULL)
         self->state->spare = self;
     else
         PyObject_GC_Del(self);

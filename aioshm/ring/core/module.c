@@ -56,6 +56,10 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 static int module_clear(PyObject *module)
 {
     State *state = PyModule_GetState(module);
+    if (state->spare != NULL) {  /* before its type: freeing it reads the type */
+        PyObject_GC_Del(state->spare);
+        state->spare = NULL;
+    }
     Py_CLEAR(state->empty);
     Py_CLEAR(state->slow_path);
     Py_CLEAR(state->writer);
@@ -66,10 +70,7 @@ static int module_clear(PyObject *module)
 
 static void module_free(void *module)
 {
-    State *state = PyModule_GetState(module);
     module_clear(module);
-    if (state->spare != NULL)
-        PyObject_GC_Del(state->spare);
 }
 
 /* All state is the module's or an object's. But that an end is used by one thread at a time is checked by plain loads and
