@@ -361,16 +361,20 @@ class CoreSockets:
         return pump
 
     def _read_monitor(self, front_end: _FrontEnd) -> None:
+        full = False  # whether the DEALER may be full of heartbeats for a front end that was stopped
         for kind, *_ in front_end.monitor.events():
             if kind == zmq.EVENT_DISCONNECTED and not front_end.gone:
+                full = front_end.takes_heartbeats and not front_end.has_keys
                 self._lose(front_end)
-            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and front_end.gone:
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and front_end.gone and not full:
                 front_end.gone = False
                 logger.info("client %d is back; %d messages found it gone", front_end.client, front_end.dropped)
                 front_end.output = self._open_output(front_end.client, front_end.output.address)
                 front_end.dealer.send(self.registration, zmq.NOBLOCK)
                 self._look_for_requests(front_end)
                 self._beat(front_end)
+        if full:
+            self._connect_anew(front_end)
 
     def _look_for_requests(self, front_end: _FrontEnd) -> None:
         if front_end.requests is not None:

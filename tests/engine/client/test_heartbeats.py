@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from aioshm.engine import (
     run_engine_core,
 )
 from aioshm.engine.protocol.control import PAUSE
-from aioshm.engine.protocol.messages import mark
+from aioshm.engine.protocol.messages import encode_heartbeat, mark
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.progress import BUSY, ENDING, IDLE, STARTING, Progress
 
@@ -64,8 +64,9 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Progress:
 class FrontEnd:
     """The bare sockets of a front end without keys."""
 
-    def __init__(self, context: Any, addresses: EngineZmqAddresses) -> None:
+    def __init__(self, context: Any, addresses: EngineZmqAddresses, *, hwm: int = 1000) -> None:
         self.router = context.socket(zmq.ROUTER)
+        self.router.setsockopt(zmq.RCVHWM, hwm)
         self.pull = context.socket(zmq.PULL)
         self.router.bind(addresses.inputs[0])
         self.pull.bind(addresses.outputs[0])
@@ -123,6 +124,35 @@ async def test_front_end_gets_heartbeats_once_it_is_certainly_aioshms(first: str
             await received(front_end.pull)
             while (await heard(front_end))[1] == steps:
                 pass
+
+
+@pytest.mark.usefixtures("own")
+async def test_successor_of_a_stopped_front_end_gets_the_registration_and_no_old_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    beats = 0
+
+    def counted(heartbeat: Any) -> bytes:
+        nonlocal beats
+        beats += 1
+        return encode_heartbeat(heartbeat)
+
+    monkeypatch.setattr("aioshm.engine.core.process.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("aioshm.engine.core.sockets._HEARTBEATS_HWM", 3)
+    monkeypatch.setattr("aioshm.engine.core.sockets.encode_heartbeat", counted)
+    addresses = here_and_there()
+    with zmq.Context() as context, ExitStack() as ends:
+        front_end = ends.enter_context(closing(FrontEnd(context, addresses, hwm=1)))
+        async with engine_of(context, addresses):
+            assert (await received(front_end.router))[1:] == [REGISTRATION]
+            front_end.submit("a", generation=7)
+            await until(lambda: beats > 3000)  # the sockets and the kernel's buffer have no room left
+            front_end.close()
+            successor = ends.enter_context(closing(FrontEnd(context, addresses)))
+            assert (await received(successor.router))[1:] == [REGISTRATION]
+            successor.submit("b")
+            await received(successor.pull)
+            assert not successor.router.poll(0)
 
 
 async def test_expectation_leaves_although_the_loop_is_blocked_next(
