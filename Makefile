@@ -93,12 +93,12 @@ SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-f
 SANITIZED_CC = $(CC) -shared -fPIC -fvisibility=hidden -std=c11 -Wall -Wextra -Werror -Wno-cast-function-type \
 	-Wno-missing-field-initializers $(SANITIZERS) -I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
 SANITIZED_PYTHON = cd $(SANITIZED) && LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) PYTHONMALLOC=malloc AIOSHM_NATIVE=1 \
-	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 $(abspath $(BIN))/python
+	ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 $(abspath $(BIN))/python
 
 sanitize: .venv/.ready    ## the native parts under the address and undefined behaviour sanitizers
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
-	cp -R aioshm tests pyproject.toml $(SANITIZED)
-	rm -f $(SANITIZED)/aioshm/*/*.so
+	cp -R aioshm tests tools pyproject.toml $(SANITIZED)
+	find $(SANITIZED) -name '*.so' -delete
 	$(SANITIZED_CC) $(SANITIZED)/$(ENCODER).c -o $(SANITIZED)/$(ENCODER).so
 	$(SANITIZED_CC) $(SANITIZED)/aioshm/ring/core/*.c -o $(SANITIZED)/$(RING).so
 	$(SANITIZED_PYTHON) -c 'import os, aioshm.ring._native as n; assert n.__file__.startswith(os.getcwd()), n.__file__'
