@@ -79,7 +79,7 @@ class Block(AbstractContextManager[Any]):
         if end.block is not None and end.block() is self:
             self._value = value
             end.async_block = async_block
-        else:  # a second handler's exception has ended the wait for this coroutine
+        else:  # a handler's exception has ended the wait for this coroutine
             await end.leave_block(async_block, value, True)
 
     @abstractmethod

@@ -62,9 +62,6 @@ class BlockingEnd:
         self.closed: bool = False
         self._closes_later = False
         self._loop: LoopThread | None = None
-        # Coroutines of `run` under the lock, and whether a second handler kept `run` from waiting for the end of one.
-        self._running: set[asyncio.Task[Any]] = set()
-        self._unsettled = False
 
     # Running on the background loop
 
@@ -79,10 +76,6 @@ class BlockingEnd:
         """Run a coroutine of the end on the background loop; an exception of a signal handler cancels the coroutine."""
 
         async def called() -> T:
-            task = asyncio.current_task()
-            assert task is not None
-            if owned:
-                self._running.add(task)
             try:
                 return await call()
             except QueueRestarted as news:
@@ -90,28 +83,13 @@ class BlockingEnd:
                 self.receive_next = _receive_nothing
                 raise
             finally:
-                self._running.discard(task)
                 self.state.wake_peers()
 
-        loop = self.loop()
-        owned = self.lock.owner == get_ident()  # changes of members are waited for without the lock
-        if owned:
-            self._unsettled = True
         try:
-            result = loop.run(called)
+            return self.loop().run(called)
         except QueueRestarted:
             self.failure = None
             raise
-        if owned:
-            self._unsettled = False
-        return result
-
-    async def _end_interrupted(self) -> None:
-        """End the coroutines whose callers are gone."""
-        others = self._running - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
 
     def run_cancellable(
         self, call: Callable[[asyncio.Event | None], Coroutine[Any, Any, T]], cancel: threading.Event | None
@@ -155,20 +133,12 @@ class BlockingEnd:
                 raise busy(f"{self!r}: another thread waits here, or is in a block that has a slot")
             if deadline is not None and monotonic() >= deadline:
                 raise TimeoutError(f"{self!r}: another thread's call, or its block, did not end in time")
-        if self._unsettled or self.abandoned_blocks:
+        if self.abandoned_blocks:
             try:
-                self.run(self._end_interrupted)
                 self.run(self._leave_blocks)
             except BaseException:
                 mine.owner = 0
                 raise
-
-    def settle_interrupted(self) -> None:
-        """Wait for the end of a call that two signals have interrupted, unless another call does."""
-        if self._unsettled and not self.lock.owner:
-            self.acquire(None)
-            self.lock.owner = 0
-            self.release()
 
     def release(self) -> None:
         """Wake waiting threads after a call, reopen the fast path, and close the end if `close` was postponed."""

@@ -376,7 +376,6 @@ class MessageQueue(QueueBase[T], Closing):
     @property
     def messages(self) -> int:
         """Number of messages that this end has sent, or that its calls have returned."""
-        self.held.settle_interrupted()
         return self.stats().messages - len(self.held.undelivered)
 
     def __repr__(self) -> str:

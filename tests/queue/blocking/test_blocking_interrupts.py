@@ -1,4 +1,4 @@
-"""Signals whose handlers raise, at every place of a block's way in and out; one, or two right after each other."""
+"""Signals whose handlers raise, at every place of a block's way in and out; one, or several right after each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from faces import pair
 
-SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 
 
 class _Interrupted(Exception):
@@ -36,7 +36,7 @@ class Interrupter:
         self._numbers: tuple[signal.Signals, ...] = ()
 
     def arm(self, place: int, count: int = 1) -> None:
-        """Send one or two signals at this place from here on."""
+        """Send so many signals at this place from here on."""
         self.came = False
         self._numbers = SIGNALS[:count]
         self._left = place
@@ -55,7 +55,7 @@ class Interrupter:
         self._left -= 1
         if self._left == 0:
             self.came = True
-            list(map(_thread.interrupt_main, self._numbers))  # one call, so that both have come when the first is seen
+            list(map(_thread.interrupt_main, self._numbers))  # one call, so that all have come when the first is seen
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def interrupter() -> Iterator[Interrupter]:
             signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("how", ["lease", "acquire_read"])
 def test_block_that_reads_and_is_interrupted_at_any_place_loses_nothing(how: str, count: int) -> None:
     with pair(codec="raw", chunks=16) as (writer, reader), interrupter() as interrupt:
@@ -116,7 +116,7 @@ def test_block_that_reads_and_is_interrupted_at_any_place_loses_nothing(how: str
         assert place > 50
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 3])
 def test_block_that_writes_and_is_interrupted_at_any_place_sends_all_or_nothing(count: int) -> None:
     with pair(codec="raw", chunks=16) as (writer, reader), interrupter() as interrupt:
         place = 0

@@ -261,11 +261,16 @@ def test_blocking_calls_that_do_not_succeed() -> None:
 
         def read() -> None:
             with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
+
+                async def count() -> int:
+                    return reader.messages
+
                 reader.wait_until_ready(10)
                 with pytest.raises(QueueEmpty):
                     reader.dequeue_nowait()
                 with pytest.raises(TimeoutError, match="message 0 did not come in time"):
                     reader.dequeue(0.01)
+                assert asyncio.run(count()) == 0
                 full.set()
                 assert go.wait(20)
                 assert reader.dequeue(10) == 1
