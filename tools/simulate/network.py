@@ -106,6 +106,11 @@ class WriterSockets:
     def _publish_over(self, link: Link, head: bytes, body: bytes | None) -> None:
         link.send(False, lambda: link.reader.receive(link, head, body))
 
+    def cut_off(self, rank: int) -> None:
+        for link in list(self.links):
+            if wire.address(self._secret, rank) in link.topics:
+                link.cut()
+
     def send(self, identity: bytes, message: wire.Control) -> bool:
         if self.closed:
             return False
