@@ -47,7 +47,9 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     if os.getppid() == parent_pid:
         _ask_the_kernel(parent_pid)
         exact = _pidfd_of(parent_pid)
-    if os.getppid() != parent_pid:  # the parent has exited before these calls; its pid may be reused
+    if (
+        os.getppid() != parent_pid or _starter_is_gone()
+    ):  # the parent has exited before these calls; its pid may be reused
         _end()
     if not any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
         threading.Thread(
@@ -121,6 +123,28 @@ def _pipe_from(parent_pid: int) -> list[int]:
     if starter.pid == parent_pid or by_server or not starter.is_alive():
         return [starter.sentinel]
     return []
+
+
+def _starter_is_gone() -> bool:
+    """Return whether the process that started this process by ``multiprocessing`` has exited.
+
+    The pipe from that process does not always show it: siblings that were forked later have the other end, too.
+    """
+    starter = multiprocessing.parent_process()
+    if starter is None or starter.pid is None:
+        return False
+    try:
+        pidfd = os.pidfd_open(starter.pid)
+    except ProcessLookupError:
+        return True
+    except (AttributeError, OSError):  # see `_pidfd_of`
+        return False
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    try:
+        return bool(poller.poll(0))
+    finally:
+        os.close(pidfd)
 
 
 def _watch(signs: list[int], exact: bool, parent_pid: int) -> None:

@@ -198,6 +198,18 @@ def test_death_of_a_parent_is_noticed_without_a_descriptor(before: str, after: s
         eventually(lambda: gone(pid), "the end of the process", WITHIN_S)
 
 
+@on_linux
+def test_forked_child_ends_whose_parent_was_gone_already_and_whose_sibling_lives(
+    start_family: Callable[[str], Family],
+) -> None:
+    family = start_family("late")
+    family.wait_for("front end", "late", "sibling")
+    family.kill("front end")
+    family.front_end.wait()
+    eventually(lambda: family.gone("late"), "the end of the child", WITHIN_S)
+    assert not family.gone("sibling")
+
+
 def test_a_parent_that_is_gone_already() -> None:
     program = "import sys, time; from aioshm.engine import die_with_parent; die_with_parent({}); print('alive')"
     ended = subprocess.Popen([sys.executable, "-c", ""])
