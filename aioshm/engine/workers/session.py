@@ -24,7 +24,7 @@ from aioshm.queue import MessageQueue
 T = TypeVar("T")
 
 CODE_WITHIN_S = 1.0
-"""How long a worker with a closed queue may take to exit. After that it is killed, or reported without exit code."""
+"""How long a worker with a closed queue may take to exit. After that it is killed."""
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 

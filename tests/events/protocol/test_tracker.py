@@ -15,7 +15,7 @@ from support import examples
 from aioshm.errors import CodecError
 from aioshm.events import KVEventBatch, Lost, PublisherGone, Received, Restarted
 from aioshm.events.protocol import tracker as tracker_module
-from aioshm.events.protocol.tracker import Message, SourceTracker, Start
+from aioshm.events.protocol.tracker import REMEMBERED, Message, SourceTracker, Start
 
 
 def message(seq: int, body: str = "", rank: int = 0, topic: bytes | None = b"") -> Message:
@@ -165,6 +165,15 @@ class TestWithReplay:
         play = Play().live(0, 3).asks(0)  # the last delivered number identifies the publisher
         play.answer(0, 1, 2, 3, 4).live(4, 5).got(0, 1, 2, 3, 4, 5)
         assert play.tracker.duplicates == 2  # 3 and 4, live and replayed
+
+    def test_content_is_remembered_of_a_bounded_number_of_batches(self) -> None:
+        tracker = make()
+        for seq in range(2 * REMEMBERED):
+            tracker.live(message(seq))
+        tracker.live(message(2 * REMEMBERED - 1))
+        assert tracker.asking is None
+        tracker.live(message(0))  # a copy, or another publisher's
+        assert tracker.asking is not None
 
     def test_late_subscriber_gets_earlier_batches(self) -> None:
         play = Play(begun=False).asks(0).answer(0, 1).live(2)
