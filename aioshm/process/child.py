@@ -146,6 +146,9 @@ class _Popen(popen_spawn_posix.Popen):
                 )
                 undo.callback(self._kill)
             self.pid = self._process.pid
+            if place.cpus and "-c" not in command:  # a frozen program, without `boot`
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(self.pid, place.cpus)
             theirs.close()
             self.sentinel = self._exact_sentinel(ours, ended_in)
             # This does not block: an empty pipe takes PIPE_BUF bytes (pipe(7)), and the message has fewer.
