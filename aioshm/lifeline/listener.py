@@ -89,16 +89,17 @@ class LifelineListener:
         for timer in (self._resume, self._deadline):
             if timer is not None:
                 timer.cancel()
-        if self._sock.fileno() >= 0:
-            if self._started and not self.loop.is_closed():
-                self.loop.remove_reader(self._sock.fileno())
-                if self.doorbell is not None:
-                    self.doorbell.unwatch(self.loop)
+        listening = self._sock.fileno() >= 0
+        if listening and self._started and not self.loop.is_closed():
+            self.loop.remove_reader(self._sock.fileno())
+            if self.doorbell is not None:
+                self.doorbell.unwatch(self.loop)
+        if self.doorbell is not None:
+            self.doorbell.close()  # first: `_turn_away` needs a descriptor
+        if listening:
             self._turn_away()
             self._sock.close()
             remove(self.address)
-        if self.doorbell is not None:
-            self.doorbell.close()
 
     def _turn_away(self) -> None:
         """Report a closed queue, not a dead writer, to readers that were not accepted yet."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -190,3 +192,22 @@ async def test_running_out_of_descriptors_is_survived(
         reader = Reader(await asyncio.wait_for(attaching, 10))
         assert door.log == [("attached", 0)]
         reader.lifeline.close()
+
+
+async def test_closing_while_there_are_no_descriptors_tells_a_reader_that_waits(address: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with opened(address) as door:
+        sock = knock(address)
+        spent = [os.dup(sock.fileno()) for _ in range(20)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(spent) + 1, hard))
+        try:
+            with suppress(OSError):
+                while True:
+                    spent.append(os.dup(sock.fileno()))
+            door.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in spent:
+                os.close(fd)
+        assert b"closed" in await until_hung_up(sock)
+        sock.close()
