@@ -41,6 +41,15 @@ class TestFailure:
                 with pytest.raises(HandshakeError, match=r"engine 5 .*; it came from 127\.0\.0\.1 \("):
                     await startup.wait(20)
 
+    async def test_second_engine_of_one_rank_is_refused(self, path: str) -> None:
+        heard = asyncio.Event()
+        async with starting(path, 2, on_progress=lambda _: heard.set()) as startup:
+            async with tasks(engine(path, 0, initialize=never)):
+                await heard.wait()
+                async with tasks(engine(path, 0, initialize=never)):
+                    with pytest.raises(HandshakeError, match=r"HELLO came again.*same rank"):
+                        await startup.wait(20)
+
     async def test_forgotten_startup_warns(self, path: str) -> None:
         startup = starting(path)
         startup.open()
@@ -184,6 +193,26 @@ class TestProcesses:
             with pytest.raises(asyncio.CancelledError):
                 await waiting
             assert stopped.is_set()
+
+    async def test_wait_that_is_cancelled_during_the_stop_may_be_repeated(self, path: str) -> None:
+        stopping = asyncio.Event()
+        go_on = asyncio.Event()
+
+        async def aclose() -> None:
+            stopping.set()
+            await go_on.wait()
+
+        async with managed(path, LOADING) as manager:
+            manager.aclose = aclose  # type: ignore[method-assign]
+            async with starting(path, 1, manager, progress_timeout=0.05) as startup:
+                waiting = asyncio.create_task(startup.wait(20))
+                await stopping.wait()
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+                go_on.set()
+                with pytest.raises(EngineStartupError, match="no progress"):
+                    await startup.wait(20)
 
     async def test_cancelled_at_every_moment(self, path: str) -> None:
         """However far it has got, nothing is left, and the manager is closed unless all were ready."""

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,18 @@ async def test_every_truncation_and_what_is_forged(names: Path) -> None:
             with pytest.raises(HandleError, match=r"steps\.queue is (no|the) registration of .*remove it"):
                 await reader.dequeue(20)
     await works(names)  # nobody has it, so the next writer does
+
+
+async def test_stale_file_that_is_locked_for_a_moment_is_waited_for(names: Path) -> None:
+    async with new_writer():
+        content = file_of(names).read_bytes()
+    file_of(names).touch(0o600)
+    file_of(names).write_bytes(content)
+    with file_of(names).open("r+") as other:  # a process that is closing, or checks whether the file is stale
+        fcntl.flock(other, fcntl.LOCK_EX)
+        asyncio.get_running_loop().run_in_executor(None, lambda: (time.sleep(0.02), fcntl.flock(other, fcntl.LOCK_UN)))
+        async with new_writer():
+            assert file_of(names).exists()
 
 
 async def test_file_of_another_release_counts_while_its_writer_lives(names: Path) -> None:
