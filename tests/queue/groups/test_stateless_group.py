@@ -363,6 +363,34 @@ def test_rank_that_is_taken_is_refused_before_and_after_the_group_met() -> None:
             assert each(groups, lambda group: group.all_gather_obj(group.rank)) == [[0, 1, 2]] * 3
 
 
+@pytest.mark.slow
+def test_rank_that_is_claimed_after_create_has_raised_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered, claimed = threading.Event(), threading.Event()
+    read, enter = stateless_group._read_identity, StatelessProcessGroup._enter
+
+    def read_late(*arguments: Any) -> Any:
+        answered.wait(PATIENCE_S)
+        return read(*arguments)
+
+    def enter_and_say(group: StatelessProcessGroup, deadline: float) -> None:
+        enter(group, deadline)
+        if group.rank:
+            claimed.set()
+
+    with free_port() as port, ThreadPoolExecutor() as pool:
+        first = pool.submit(StatelessProcessGroup.create, "127.0.0.1", port, 0, 2, timeout=PATIENCE_S)
+        with monkeypatch.context() as late:
+            late.setattr(stateless_group, "GRACE_S", 0.1)
+            late.setattr(stateless_group, "_read_identity", read_late)
+            late.setattr(StatelessProcessGroup, "_enter", enter_and_say)
+            with pytest.raises(GroupBroken, match="does not answer"):
+                StatelessProcessGroup.create("127.0.0.1", port, 1, 2, timeout=1)
+            answered.set()
+            assert claimed.wait(PATIENCE_S)
+        with StatelessProcessGroup.create("127.0.0.1", port, 1, 2, timeout=PATIENCE_S), first.result(PATIENCE_S):
+            pass
+
+
 @pytest.mark.parametrize(
     "keys",
     [{"theirs": "1"}, {}, {"aioshm/group": "no JSON"}],
