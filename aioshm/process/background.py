@@ -18,6 +18,9 @@ T = TypeVar("T")
 _notified: set[asyncio.Future[Any]] = set()
 """Running tasks of users' callbacks: the loop itself holds tasks weakly."""
 
+RECHECK_S = 1.0
+"""How late a result may be found on a loop that other threads cannot wake any more."""
+
 
 async def in_thread(function: Callable[[], T], discard: Callable[[T], object] | None = None) -> T:
     """Run ``function`` in a thread. Cancelling this ends the wait immediately; the function continues.
@@ -40,7 +43,11 @@ async def in_thread(function: Callable[[], T], discard: Callable[[T], object] | 
 
     start_thread(work, name="aioshm-background", what="work apart from the event loop")
     try:
-        await arrived.wait()
+        while not outcome.done():
+            # A forked child that has closed its copy of the loop leaves asyncio's deaf to other threads: see epoll(7).
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RECHECK_S):
+                    await arrived.wait()
     except asyncio.CancelledError:
         outcome.add_done_callback(release)
         raise
