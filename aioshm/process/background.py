@@ -43,11 +43,13 @@ async def in_thread(function: Callable[[], T], discard: Callable[[T], object] | 
 
     start_thread(work, name="aioshm-background", what="work apart from the event loop")
     try:
-        while not outcome.done():
+        while not arrived.is_set():
             # A forked child that has closed its copy of the loop leaves asyncio's deaf to other threads: see epoll(7).
             with suppress(TimeoutError):
                 async with asyncio.timeout(RECHECK_S):
                     await arrived.wait()
+            if outcome.done():
+                break
     except asyncio.CancelledError:
         outcome.add_done_callback(release)
         raise
