@@ -20,17 +20,16 @@ from aioshm.lifeline import protocol
 from aioshm.lifeline.connection import Connection, Host
 from aioshm.lifeline.protocol import Hello
 from aioshm.lifeline.sockets import HAVE_EVENTFD, Doorbell, QuietSocket, peer_credentials, remove, sockaddr
-from aioshm.logs import LogLimiter
 from aioshm.process.limits import is_out_of_descriptors, naming_limits, out_of_descriptors, why_no_descriptor
 from aioshm.ring.layout import VERSION
 
 logger: logging.Logger = logging.getLogger("aioshm.lifeline")
 
 HELLO_TIMEOUT_S = 5.0
-ACCEPTED_AT_ONCE = 64
+MAX_STRANGERS = 64
+"""Connections without a greeting so far; a further connection drops the oldest."""
 
 _ACCEPT_PAUSE_S = 0.2  # after a failed accept, where the socket stays readable
-WARNING_INTERVAL_S = 60.0
 
 
 class LifelineListener:
@@ -48,7 +47,7 @@ class LifelineListener:
         self._steps: deque[Connection] = deque()  # with pending steps, in their order
         self._resume: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None  # for the oldest missing greeting, or earlier
-        self._warning = LogLimiter(WARNING_INTERVAL_S)
+        self._spare = -1  # a descriptor to accept and refuse a reader when no other is left
         # Why the last reader was not admitted, if a descriptor was missing here.
         self.lacking: OutOfDescriptors | None = None
         # Called when a step is pending.
@@ -60,6 +59,7 @@ class LifelineListener:
                 self._listen(backlog)
                 if HAVE_EVENTFD:
                     self.doorbell = Doorbell.create()
+                self._spare = os.dup(self._sock.fileno())
             except BaseException:
                 self.close()
                 raise
@@ -89,20 +89,21 @@ class LifelineListener:
         for timer in (self._resume, self._deadline):
             if timer is not None:
                 timer.cancel()
-        listening = self._sock.fileno() >= 0
-        if listening and self._started and not self.loop.is_closed():
-            self.loop.remove_reader(self._sock.fileno())
-            if self.doorbell is not None:
-                self.doorbell.unwatch(self.loop)
-        if self.doorbell is not None:
-            self.doorbell.close()  # first: `_turn_away` needs a descriptor
-        if listening:
+        if self._sock.fileno() >= 0:
+            if self._started and not self.loop.is_closed():
+                self.loop.remove_reader(self._sock.fileno())
+                if self.doorbell is not None:
+                    self.doorbell.unwatch(self.loop)
             self._turn_away()
             self._sock.close()
             remove(self.address)
+        if self.doorbell is not None:
+            self.doorbell.close()
+        self._close_spare()
 
     def _turn_away(self) -> None:
         """Report a closed queue, not a dead writer, to readers that were not accepted yet."""
+        self._close_spare()  # leaves a descriptor to accept them one by one
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # connect() fails from here on
         while True:
@@ -122,6 +123,12 @@ class LifelineListener:
         for sock in [self._sock, *self._connections]:
             if sock.fileno() >= 0:
                 os.close(sock.detach())
+        self._close_spare()  # a duplicate of the listening socket
+
+    def _close_spare(self) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
 
     def _accept(self) -> bool:
         """Accept a connection; return whether there may be more."""
@@ -130,11 +137,9 @@ class LifelineListener:
         except (BlockingIOError, ConnectionAbortedError):
             return False
         except OSError as error:
-            reason: Exception = error
-            if is_out_of_descriptors(error):
-                reason = self.lacking = out_of_descriptors("a reader that attaches", error.errno)
-            self._warning.warn(logger, "cannot accept a reader, which waits: %s", reason)
-            # Pause, so that the loop does not spin.
+            if is_out_of_descriptors(error) and self._refuse_one(error):
+                return True
+            logger.warning("cannot accept a reader: %s", error)  # pause, so that the loop does not spin
             self.loop.remove_reader(self._sock.fileno())
             if self._resume is not None:
                 self._resume.cancel()
@@ -143,21 +148,28 @@ class LifelineListener:
             )
             return False
         sock.setblocking(False)
+        if self._spare < 0:
+            self._open_spare()
         pid, uid = peer_credentials(sock)
         if uid != os.geteuid():
             logger.debug("refused a connection of uid %d (pid %d)", uid, pid)
             sock.close()
             return True
+        if len(self._connections) >= MAX_STRANGERS and len(strangers := self._strangers()) >= MAX_STRANGERS:
+            strangers[0].give_up()  # the oldest
         self._connections[sock] = Connection(self, sock, pid)
         if self._deadline is None:
             self._deadline = self.loop.call_later(HELLO_TIMEOUT_S, self._drop_late)
         return True
 
+    def _strangers(self) -> list[Connection]:
+        """Return the connections without an accepted greeting, the oldest first."""
+        return [connection for connection in self._connections.values() if connection.peer is None]
+
     def _drop_late(self) -> None:
         """Drop connections without a greeting in time. All share one timer."""
         self._deadline = None
-        strangers = [connection for connection in self._connections.values() if connection.peer is None]
-        for connection in strangers:  # the oldest first
+        for connection in self._strangers():
             left = connection.since + HELLO_TIMEOUT_S - self.loop.time()
             if left > 0:
                 self._deadline = self.loop.call_later(left, self._drop_late)
@@ -186,6 +198,25 @@ class LifelineListener:
                 self.loop.call_soon(self._step)
                 self.hurry()
 
+    def _refuse_one(self, error: OSError) -> bool:
+        """Refuse the next reader for lack of a descriptor, by the spare descriptor."""
+        if self._spare < 0:
+            return False
+        self._close_spare()
+        try:
+            sock, _ = self._sock.accept()
+        except OSError:  # another thread was faster
+            return False
+        else:
+            with sock, suppress(OSError):
+                pid, uid = peer_credentials(sock)
+                if uid == os.geteuid():
+                    sock.setblocking(False)
+                    sock.send(protocol.pack(protocol.Refusal(self.lack(pid, error))))
+        finally:
+            self._open_spare()
+        return True
+
     def lack(self, pid: int, error: OSError) -> str:
         """Note that a descriptor for a reader was missing, and return the refusal."""
         self.lacking = out_of_descriptors("a reader that attaches", error.errno)
@@ -193,12 +224,16 @@ class LifelineListener:
         logger.warning("refused the reader of pid %d: %s", pid, reason)
         return reason
 
+    def _open_spare(self) -> None:
+        with suppress(OSError):
+            self._spare = os.dup(self._sock.fileno())
+
     def check(self, hello: Hello) -> None:
         protocol.check_hello(hello, VERSION, self._queue_id, self._token)
 
     def look(self) -> None:
         """Report arrivals and departures now, before the loop does."""
-        for _ in range(ACCEPTED_AT_ONCE):
+        for _ in range(MAX_STRANGERS):
             if not self._accept():
                 break
         for connection in list(self._connections.values()):

@@ -172,10 +172,7 @@ class TestMany:
             reader.lifeline.close()
 
 
-async def test_running_out_of_descriptors_is_survived(
-    address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(listening, "WARNING_INTERVAL_S", 0)  # each failure warns
+async def test_running_out_of_descriptors_is_survived(address: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "aioshm")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with opened(address) as door:

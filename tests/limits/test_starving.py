@@ -1,92 +1,121 @@
-"""Every number of free descriptors and of free threads, for every kind of end; see ``helpers/starving.py``."""
+"""Every number of free descriptors and of free threads, for every kind of end; see ``starving.py``."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import IO, Any
 
 import pytest
-from scenes import SCENES
-from support import HELPERS
+from starved_kinds import KINDS
 
-STARTS_PROCESSES = [kind for kind, scene in SCENES.items() if scene.starts_processes]
-OTHERS = [kind for kind in SCENES if kind not in STARTS_PROCESSES]
-NAMED_S = 25.0  # the limit for the start of processes on a busy machine; the others have timeouts of seconds
-PATHS = ":".join(map(str, (HELPERS.parents[1], HELPERS.parent, HELPERS)))
+HERE = Path(__file__).parent
+STARTED = {"coordinator", "manager", "worker-group"}
+"""Kinds that start processes, which may lack descriptors, too, and take a second."""
 
-UNNAMED = {"group": 2, "overflow-zmq": 2, "events": 4, "threaded-events": 4}
-"""How many numbers may end without the name of the limit, where both ends are in one process and one takes a descriptor
-that the other needs to accept it: libzmq drops the connection, or aborts the process (overflow over ZeroMQ).
-"""
+NAMED_S = 8.0  # most of it is the limit for the start of processes; the others have a timeout of a second
 
 
-def starve(resource: str, numbers: dict[str, Sequence[int]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the results of each kind, after checks that hold for every kind and number."""
-    done = subprocess.run(
-        [sys.executable, str(HELPERS / "starving.py"), resource, json.dumps({**numbers}, default=list)],
-        env=os.environ | {"PYTHONPATH": PATHS},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    results: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    unnamed: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for line in done.stdout.splitlines():
-        result = json.loads(line)
-        kind = result["kind"]
-        results[kind].append(result)
-        complaints = done.stderr[-4000:]
-        if result["ended"] == -signal.SIGABRT and kind == "overflow-zmq":
-            unnamed[kind].append(result)
-            continue
-        assert result["ended"] == 0, f"{result}\n{complaints}"
-        assert not result["behind"], result
-        assert result["slow_s"] < NAMED_S, result
-        for error in result["errors"]:
-            if kind not in STARTS_PROCESSES and not error.startswith("LimitReached") and "RLIMIT" not in error:
-                unnamed[kind].append(result)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert {*results} == {*numbers}
-    for kind, found in unnamed.items():
-        assert len(found) <= UNNAMED.get(kind, 0), (kind, found)
-    return results
+class Starving:
+    """A running ``starving.py``: it imports everything once, for all tests of this file."""
+
+    def __init__(self, complaints: IO[str]) -> None:
+        self._complaints = complaints
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "starving.py")],
+            env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            text=True,
+        )
+
+    def __call__(self, kind: str, resource: str, first: int, last: int, step: int = 1) -> list[dict[str, Any]]:
+        """Return what came of these numbers, after a look at what holds for every kind and number."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        already = self._complaints.seek(0, os.SEEK_END)
+        print(kind, resource, first, last, step, file=self._process.stdin, flush=True)
+        lines = []
+        while isinstance(line := json.loads(self._process.stdout.readline() or "-1"), dict):
+            lines.append(line)
+        self._complaints.seek(already)  # which it has moved by writing
+        complaints = self._complaints.read()[-4000:]
+        assert line == 0, f"{line} lanes failed, or it ended:\n{complaints}"
+        for line in lines:
+            assert "ended" not in line, f"{line}\n{complaints}"
+            assert not line["behind"], line
+            assert line["slow"] < NAMED_S, line
+            for error in line["errors"]:
+                # Where a process that was started lacks something, that one says so, in its standard error.
+                assert "LimitReached" in error or (kind in STARTED and "AioshmError" in error), line
+        return sorted(lines, key=lambda line: line["left"])
+
+    def close(self) -> None:
+        with self._process:
+            self._process.kill()
 
 
-def test_few_descriptors() -> None:
-    results = starve("descriptors", {kind: [3, 8] for kind in OTHERS})
-    for kind, found in results.items():
-        assert "RLIMIT_NOFILE" in found[0]["errors"][0], (kind, found)
+@pytest.fixture(scope="module")
+def starve() -> Iterator[Starving]:
+    with tempfile.TemporaryFile("a+") as complaints, closing(Starving(complaints)) as starving:
+        yield starving
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("local-writer", 5),
+        ("local-writer", 6),
+        ("local-reader", 3),
+        ("overflow-writer", 9),
+        ("overflow-reader", 7),
+        ("remote-reader", 8),
+        ("remote-reader", 9),
+        ("remote-writer", 14),
+        ("publisher", 9),
+        ("subscriber", 4),
+        ("front-end", 12),
+        ("manager", 9),
+        ("worker-group", 40),
+    ],
+)
+def test_few_descriptors(starve: Starving, kind: str, number: int) -> None:
+    (line,) = starve(kind, "descriptors", number, number)
+    assert line["errors"]
+    assert "RLIMIT_NOFILE" in line["errors"][0]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("kinds", "numbers"), [(OTHERS, range(70)), (STARTS_PROCESSES, range(0, 64, 8))], ids=["ends", "processes"]
-)
-def test_every_number_of_descriptors(kinds: list[str], numbers: Sequence[int]) -> None:
-    for found in starve("descriptors", dict.fromkeys(kinds, numbers)).values():
-        assert found[0]["errors"], "nothing was lacking"
-        assert not found[-1]["errors"], f"it was never enough: {found[-1]}"
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number_of_descriptors(starve: Starving, kind: str) -> None:
+    last, step = (48, 4) if kind in STARTED else (40, 1)
+    lines = starve(kind, "descriptors", 0, last, step)
+    assert lines[0]["errors"], "nothing was lacking"
+    assert not lines[-1]["errors"], "it was never enough"
+    assert {line["left"] for line in lines} == set(range(0, last + 1, step))
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="the limit of threads is a user's: another one is needed")
 
 
 @needs_root
-def test_few_threads() -> None:
-    (found,) = starve("threads", {"remote": [0]}).values()
-    assert "needs another thread" in found[0]["errors"][0]
+@pytest.mark.parametrize("number", [0, 2])
+def test_few_threads(starve: Starving, number: int) -> None:
+    (line,) = starve("remote-writer", "threads", number, number)
+    assert line["errors"]
+    assert "needs another thread" in line["errors"][0]
 
 
 @needs_root
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_every_number_of_threads() -> None:
-    for found in starve("threads", dict.fromkeys(OTHERS, range(16))).values():
-        assert not found[-1]["errors"], f"it was never enough: {found[-1]}"
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in STARTED])
+def test_every_number_of_threads(starve: Starving, kind: str) -> None:
+    lines = starve(kind, "threads", 0, 12)
+    assert not lines[-1]["errors"], "it was never enough"

@@ -1,0 +1,296 @@
+"""Processes that have few descriptors or threads left, one for each number of them; and what they talk to.
+
+``python starving.py`` reads lines from its standard input, ``KIND RESOURCE FIRST LAST STEP``, and for each number from
+FIRST to LAST forks a subject that may have that many more of RESOURCE (``descriptors``, or ``threads``), and a peer
+that may have what it likes: on uvloop for odd numbers, on asyncio for the others. What came of it is written as lines
+of JSON, and then one with the number of lanes that failed. Forked from a process without threads and sockets, they cost
+a tenth of what started ones would; and that one of them is aborted by libzmq, or does not end, is nobody else's
+business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe, resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+import zmq
+from zmq.utils import garbage
+
+from aioshm.process import loop_thread
+
+HUNG_S = 20.0
+LANES = 4  # so many numbers at the same time: most of the time is spent waiting for timeouts
+LANES_OF_STARTED = 2  # of those that take steps: they start processes, which keeps a processor busy
+AGAIN = 3
+NOBODY = 54_321 + 100 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+"""This user and those that follow have no other processes; limits of threads are a user's."""
+
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+
+class Subject:
+    """What a subject's coroutine is given.
+
+    Attributes:
+        pipe: To its peer.
+        errors: What was raised while it was starving: type and text.
+        slow: How long that took, in seconds.
+        received, done: For the work to note how far it has come.
+    """
+
+    def __init__(self, pipe: Connection, kind: str, left: int) -> None:
+        self.pipe = pipe
+        self.errors: list[str] = []
+        self.slow = 0.0
+        self.received = self.done = False
+        self._resource = kind
+        self._left = left
+
+    @contextmanager
+    def starving(self) -> Iterator[None]:
+        """Have few left within the block; what it raises is noted and goes no further."""
+        lift = (limit_descriptors if self._resource == "descriptors" else limit_threads)(self._left)
+        began = time.monotonic()
+        try:
+            yield
+        except Exception as error:
+            self.errors.append(described(error))
+            if os.environ.get("STARVING_TRACE"):
+                traceback.print_exc()
+            error.__traceback__ = None
+            del error
+        finally:
+            lift()
+            self.slow = max(self.slow, time.monotonic() - began)
+        gc.collect()
+
+    async def hear(self) -> Any:
+        return await hear(self.pipe)
+
+
+async def hear(pipe: Connection) -> Any:
+    """Return what comes next through a pipe, without a thread and without a descriptor."""
+    while not pipe.poll():
+        await asyncio.sleep(0.002)
+    return pipe.recv()
+
+
+def described(error: BaseException) -> str:
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    base = " AioshmError" if "AioshmError" in kinds and kinds[0] != "AioshmError" else ""
+    limit = " LimitReached" if "LimitReached" in kinds else ""
+    return f"{type(error).__name__}{base}{limit}: {error}"
+
+
+def limit_descriptors(left: int) -> Callable[[], None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_now = open_descriptors()
+    free = (number for number in range(soft) if number not in open_now)
+    for _ in range(left):
+        next(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(free), hard))
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def limit_threads(left: int) -> Callable[[], None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (len(threads()) + left, hard))
+    return lambda: resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
+
+
+def open_descriptors() -> set[int]:
+    numbers = {int(name) for name in os.listdir("/proc/self/fd")}
+    return {number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")}
+
+
+def threads() -> list[str]:
+    return os.listdir("/proc/self/task")
+
+
+async def settled(look: Callable[[], Any], wanted: Callable[[Any], bool], within_s: float = 5.0) -> Any:
+    deadline = time.monotonic() + within_s
+    while not wanted(found := look()) and time.monotonic() < deadline:
+        await asyncio.sleep(0.005)
+        gc.collect()
+    return found
+
+
+async def be_subject(work: Callable[[Subject], Coroutine[Any, Any, None]], subject: Subject) -> list[str]:
+    """Run a subject; return what it has left behind."""
+    before = open_descriptors(), len(threads()), len(asyncio.all_tasks())
+    await work(subject)
+    # These and the context that several ends share would last as long as the process.
+    if loop_thread._shared is not None:
+        loop_thread._shared.stop()
+    garbage.gc.stop()
+    if zmq.Context._instance is not None:
+        zmq.Context._instance.term()
+    left = await settled(lambda: open_descriptors() - before[0], lambda found: not found)
+    said = [f"descriptor {number}: {target(number)}" for number in sorted(left)]
+    count = await settled(lambda: len(threads()), lambda found: found <= before[1])
+    if count > before[1]:
+        said.append(f"{count - before[1]} threads")
+    tasks = await settled(lambda: len(asyncio.all_tasks()), lambda found: found <= before[2])
+    if tasks > before[2]:
+        said.append(f"{tasks - before[2]} tasks")
+    children = [each.name() for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    return said + [f"process {name}" for name in children if name]
+
+
+def target(number: int) -> str:
+    with suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{number}")
+    return "?"
+
+
+def fork(work: Callable[[], None]) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    faulthandler.dump_traceback_later(HUNG_S - 4, exit=False)
+    try:
+        work()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(3)
+    sys.exit(0)  # as any program: this is where a context that somebody has forgotten would wait for ever
+
+
+def become(user: int) -> None:
+    """Be another user, with a directory for its sockets that `main` removes."""
+    directory = os.path.join(os.environ["STARVING_DIR"], str(user))
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    os.chown(directory, user, user)
+    os.environ["AIOSHM_RUNTIME_DIR"] = os.environ["XDG_RUNTIME_DIR"] = directory
+    os.setgid(user)
+    os.setuid(user)
+
+
+def run_one(kind: Any, loop: str, kind_of_limit: str, left: int) -> list[dict[str, Any]]:
+    """Return what came of it, and who did not end well."""
+    ours, theirs = Pipe()
+    told, tell = os.pipe()
+
+    def subject() -> None:
+        theirs.close()
+        if kind_of_limit == "threads":
+            become(NOBODY + left)
+        one = Subject(ours, kind_of_limit, left)
+        with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+            behind = runner.run(be_subject(kind.subject, one))
+        line = {"left": left, "errors": one.errors, "behind": behind, "slow": round(one.slow, 2)}
+        ours.close()
+        os.write(tell, json.dumps(line).encode())
+
+    def peer() -> None:
+        ours.close()
+        os.close(tell)
+        if kind_of_limit == "threads":  # of the same user, who owns what the handle names
+            become(NOBODY + left)
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner, suppress(EOFError, BrokenPipeError):
+            runner.run(kind.peer(theirs))
+
+    pids = {fork(peer): "peer", fork(subject): "subject"}
+    ours.close()
+    theirs.close()
+    os.close(tell)
+    said: list[dict[str, Any]] = []
+    deadline = time.monotonic() + HUNG_S
+    for pid, who in reversed(list(pids.items())):
+        status = None
+        while status is None and time.monotonic() < deadline:
+            done, code = os.waitpid(pid, os.WNOHANG)
+            status = os.waitstatus_to_exitcode(code) if done else None
+            if status is None:
+                time.sleep(0.002)
+        if status is None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            said.append({"left": left, "ended": f"the {who} did not end"})
+        elif status:
+            said.append({"left": left, "ended": f"the {who} ended with {status}"})
+    os.set_blocking(told, False)
+    with suppress(BlockingIOError), open(told) as result:
+        text = result.read()
+        if text:
+            said.insert(0, json.loads(text))
+    return said
+
+
+def sweep(kind: Any, kind_of_limit: str, numbers: Iterable[int], told: int) -> None:
+    for left in numbers:
+        loop = "uvloop" if left % 2 else "asyncio"
+        lines = run_one(kind, loop, kind_of_limit, left)
+        for _ in range(AGAIN if kind_of_limit == "threads" else 0):
+            # The limit is the user's: the peer may be faster with what the subject has just seen to be free.
+            if any("-6" in line.get("ended", "") for line in lines):
+                lines = run_one(kind, loop, kind_of_limit, left)
+        os.write(told, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
+
+
+def sweep_all(kind: Any, kind_of_limit: str, numbers: range, told: int) -> int:
+    """Sweep in several lanes; return how many of them failed."""
+    directory = os.environ["STARVING_DIR"] = tempfile.mkdtemp(prefix="aioshm-")
+    os.chmod(directory, 0o755)
+    lanes: list[int] = []
+    count = min(LANES if numbers.step == 1 else LANES_OF_STARTED, len(numbers))
+    for lane in range(count):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                sweep(kind, kind_of_limit, numbers[lane::count], told)
+            except Exception:
+                traceback.print_exc()
+                os._exit(3)
+            os._exit(0)
+        lanes.append(pid)
+    failed = [pid for pid in lanes if os.waitpid(pid, 0)[1]]
+    shutil.rmtree(directory)
+    return len(failed)
+
+
+def main() -> None:
+    from starved_kinds import KINDS
+
+    warnings.simplefilter("ignore")
+    resource_tracker.ensure_running()  # one for all; it would last as long as each of the processes
+    wanted, told = os.fdopen(os.dup(0)), os.dup(1)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    gc.collect()
+    gc.freeze()  # what the imports made: each process would look through it, and so copy it, again and again
+    for line in wanted:
+        name, kind_of_limit, *numbers = line.split()
+        first, last, step = map(int, numbers)
+        failed = sweep_all(KINDS[name], kind_of_limit, range(first, last + 1, step), told)
+        os.write(told, f"{failed}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()
