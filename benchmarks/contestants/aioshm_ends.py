@@ -47,6 +47,7 @@ def _lending(loan: Callable[..., Any], nbytes: int) -> Callable[..., Any]:
             found = known[id(message)] = message, int(message[0]), int(message[-1])
         async with loan(nbytes, "uint8") as array:
             _, array[0], array[-1] = found
+            del array  # as docs/howto/zero-copy.md advises: the memory of a kept array would have to move away
 
     return send
 
