@@ -143,7 +143,7 @@ class OwnMemory:
 
 
 def own_copy(view: memoryview) -> bytearray | memoryview:
-    """Copy a buffer into writable memory, unless the buffer may stay in its `OwnMemory`."""
+    """Return a writable copy of a buffer, or the buffer itself if its `OwnMemory` lets it stay there."""
     if view.nbytes < HUGE_PAGE_BYTES or not is_loaded("numpy"):
         return bytearray(view)
     memory = view.obj

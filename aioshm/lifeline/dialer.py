@@ -136,7 +136,7 @@ class Lifeline:
 
     @property
     def holds_back(self) -> bool:
-        """Whether a descriptor, and every signal behind it, waits in the socket for room."""
+        """Whether a descriptor, and every byte after it, waits until the socket has room."""
         return self._held_back is not None
 
     def close(self) -> None:

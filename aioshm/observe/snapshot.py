@@ -45,7 +45,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def there(self) -> bool:
-        """Whether the queue waits for this end."""
+        """Whether this end takes part: it is open, attached, or its rank is held for a replacement."""
         return self.membership in ("open", "attached", "held")
 
 

@@ -78,7 +78,7 @@ class ReaderSlot:
 
     @property
     def held(self) -> bool:
-        """True while unread messages wait for a replacement of a dead reader."""
+        """True while the messages that a dead reader has not read are kept for its replacement."""
         return self.state == "held"
 
     @property

@@ -153,7 +153,7 @@ class EndState:
         self.rates: Rates = Rates(monotonic())
 
     def set_end(self, end: Reader | Writer) -> None:
-        """Set the end, which is complete by now, and which `aclose` closes."""
+        """Set the reader or writer that `aclose` closes. Its constructor has finished."""
         self._end = end
         self._closing.watch(end)
 

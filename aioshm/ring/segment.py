@@ -269,7 +269,7 @@ def _new_name(size: int) -> tuple[str, int]:
 
 
 def orphans() -> list[str]:
-    """Return the names of this user's named segments that no process holds."""
+    """Return the names of this user's named segments that no process has open."""
     return [name for name in _named_segments() if _is_orphan(name)]
 
 

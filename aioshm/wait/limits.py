@@ -111,7 +111,7 @@ def answer_within(after_s: float) -> float:
 
 
 class Limits:
-    """The limits of one wait."""
+    """What ends or interrupts one wait: a deadline, a cancel event, and reports of a stall."""
 
     __slots__ = ("_stall", "_watcher", "cancel", "deadline")
 

@@ -345,7 +345,7 @@ class BlockingEnd:
     # Blocks
 
     def drop_block(self) -> None:
-        """Release this end's lock after a block; the loop leaves the asynchronous block if that is still open."""
+        """Release this end's lock after a ``with`` block; the loop exits an ``async with`` block that is still open."""
         if self.async_block is not None:
             self.abandoned_blocks += [(self.async_block, None, False)]
             self.async_block = None
@@ -364,7 +364,7 @@ class BlockingEnd:
             self.drop_block()
 
     def leave_soon(self) -> None:
-        """Make the loop leave abandoned blocks; otherwise the next call does."""
+        """Exit abandoned ``async with`` blocks on the background loop. Without a loop yet, the next call exits them."""
         if self._loop is not None:
             self._loop.post(lambda: _start(self._leave_blocks()))
 

@@ -127,7 +127,7 @@ def gather(group: ObjectGroup, step: Callable[[], T]) -> list[T]:
 
 
 def broadcast(group: ObjectGroup, source: int, step: Callable[[], T]) -> T:
-    """Run a step at one rank; return the result at every rank, or raise at all ranks."""
+    """Run a step at the source rank; return its result at every rank, or raise at every rank if the step raises."""
     if group.rank != source:
         value, failure = group.broadcast_obj(None, source)
         if failure is not None:

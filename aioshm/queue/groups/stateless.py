@@ -63,18 +63,19 @@ class StatelessProcessGroup:
     """Processes that broadcast and gather objects, over a ``torch.distributed.TCPStore`` at rank 0.
 
     It needs no ``init_process_group``; a process can have any number of groups. Every rank calls `create`. All ranks
-    make the same calls in the same order. Every call blocks, so call it in a thread if there is an event loop. A call
-    that raised TimeoutError may be repeated.
+    make the same calls in the same order. Every call blocks, so call it in a thread if there is an event loop. A rank
+    whose call raised TimeoutError may repeat the call.
 
     Objects travel by pickle: any process that reaches the port can run code here, as with the object collectives of
-    ``torch.distributed``. Use groups in trusted networks only; rank 0 listens at the given address alone.
+    ``torch.distributed``. Use groups in trusted networks only. Rank 0 listens at the given
+    address, not at all interfaces.
 
     Rank 0 returns from every call last, so that it may close the group, or end, after any call. By then the store has
     removed the objects of the call.
 
-    `create` rejects a process that comes to the port of another group, or for a rank that another process has; the
-    group does not notice that process. Names and world sizes distinguish groups: give groups that may meet at one port
-    different names. This guards against mistakes, not against attackers.
+    `create` raises in a process that comes to the port of another group, or for a rank that another process has; the
+    group that is there already is not disturbed. Names and world sizes distinguish groups: give groups that may meet
+    at one port different names. This guards against mistakes, not against attackers.
 
     Attributes:
         rank: This process' rank.

@@ -120,7 +120,7 @@ class LocalReaders:
         return [peer for _, peer in self._attached]
 
     def pids(self) -> list[int]:
-        """Return the readers' process ids in this process's pid namespace; 0: invisible, or gone."""
+        """Return the readers' process ids by rank, in this process's pid namespace; 0: not visible here, or gone."""
         attached = {peer.rank: peer.seen_pid for peer in self.peers()}
         slots = self.registry.slots
         return [attached.get(rank, 0) for rank in self.ranks if rank in attached or not slots[rank].extra]

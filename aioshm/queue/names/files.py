@@ -88,7 +88,7 @@ def create(path: Path, content: bytes, *, durable: bool = False) -> OwnFile | No
 
 
 def take(path: Path) -> OwnFile | None:
-    """Acquire an existing file; None if another process owns it."""
+    """Open and lock an existing file; return None if another process has locked it."""
     while True:
         fd = open_own(path, os.O_RDWR)
         try:

@@ -90,7 +90,7 @@ class DataPublisher:
 
 
 class DataSubscriber:
-    """A SUB socket, connected to a writer's data; made on the running loop."""
+    """A SUB socket that is connected to a writer's data socket. Create it on the running loop."""
 
     def __init__(
         self,

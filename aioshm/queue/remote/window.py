@@ -17,7 +17,7 @@ from aioshm.queue.remote.wire import MAX_RANGES, WireError
 
 
 class Kept(Protocol):
-    """A message that the writer may have to send again."""
+    """A message that the writer keeps until every reader has acknowledged it, and may retransmit."""
 
     @property
     def nbytes(self) -> int: ...
