@@ -24,8 +24,8 @@ from aioshm.events.protocol.messages import (
     TokenId,
     UnknownEvent,
 )
+from aioshm.events.protocol.outbox import PublisherStats
 from aioshm.events.protocol.wire import Encoding, ReplayFormat, Wire
-from aioshm.events.publish.core import PublisherStats
 from aioshm.events.publish.publisher import EventPublisher, NullEventPublisher, ZmqEventPublisher
 from aioshm.events.publish.threaded import EventPublisherFactory, ThreadedEventPublisher
 from aioshm.events.subscribe.source import SubscriberStats

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import deque
+from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
 from typing import Literal, TypeAlias
@@ -18,6 +19,37 @@ from aioshm.events.protocol.messages import EventBatch
 
 Overflow: TypeAlias = Literal["block", "drop", "raise"]
 OVERFLOWS = ("block", "drop", "raise")
+
+
+@dataclass(slots=True)
+class PublisherStats:
+    """Counters of a publisher.
+
+    Attributes:
+        published: Numbers given out, including those of dropped batches and of the empty batches that reveal a hole.
+        sent: Batches passed to ZeroMQ.
+        queued: Batches that wait to be sent.
+        dropped: Batches that found the queue full, or were not sent before the publisher was closed.
+        unencodable: Batches that could not be encoded.
+        replay_requests: Well-formed replay requests.
+        replayed: Batches sent in answers to replay requests.
+        malformed_requests: Malformed replay requests.
+        abandoned_replays: Clients that left or stalled before the end of their answer.
+        handshake_failures: Connections that ended before their handshake: no ZeroMQ, wrong keys, or closed.
+        cut_off: Connections that were closed because of too many subscriptions.
+    """
+
+    published: int = 0
+    sent: int = 0
+    queued: int = 0
+    dropped: int = 0
+    unencodable: int = 0
+    replay_requests: int = 0
+    replayed: int = 0
+    malformed_requests: int = 0
+    abandoned_replays: int = 0
+    handshake_failures: int = 0
+    cut_off: int = 0
 
 
 class Outbox:
@@ -33,11 +65,9 @@ class Outbox:
         self.last_sent: int = -1  # last number that was sent, or -1; set by the sender
         self.closed: bool = False
         self.waiting: deque[tuple[int, EventBatch]] = deque()  # numbers and batches in order; the sender removes
-        self.blocked: int = 0  # threads that wait for room
         self._max_size = max_size
         self._overflow = overflow
         self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
         self._idle = True  # the sender found nothing to do, and must be woken
 
     @property
@@ -69,25 +99,10 @@ class Outbox:
             self._idle = False
             return wake
 
-    def wait_for_room(self, timeout: float) -> bool:
-        """Block this thread until there is room or the outbox is closed; another thread may take the room first."""
-        with self._room:
-            self.blocked += 1
-            try:
-                return self._room.wait_for(lambda: self.closed or self.room > 0, timeout)
-            finally:
-                self.blocked -= 1
-
-    def make_room(self) -> None:
-        """Wake the threads that wait for room."""
-        with self._room:
-            self._room.notify_all()
-
     def close(self) -> None:
         """Refuse further batches. Idempotent."""
-        with self._room:
+        with self._lock:
             self.closed = True
-            self._room.notify_all()
 
     def take(self) -> tuple[int, EventBatch | None] | None:
         """Return the next number and its batch, which is None for an empty batch that reveals a hole.

@@ -7,15 +7,15 @@ import logging
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 
 import zmq
 
-from aioshm.errors import CodecError, PublisherClosed
+from aioshm.errors import CodecError, PublisherClosed, QueueFull
 from aioshm.events.config import CLOSE_TIMEOUT_S, KVEventsConfig, PublisherSettings, passed_on
 from aioshm.events.protocol.encoding import BatchEncoder
 from aioshm.events.protocol.messages import EventBatch
-from aioshm.events.protocol.outbox import Outbox, ReplayBuffer
+from aioshm.events.protocol.outbox import Outbox, PublisherStats, ReplayBuffer
 from aioshm.events.protocol.wire import MAX_SEQ, MAX_TOPIC_BYTES, pack_seq, resolve_wire
 from aioshm.events.publish.replay_server import ReplayServer
 from aioshm.events.publish.sockets import PublisherSockets
@@ -34,37 +34,6 @@ _POLL_S = 0.005
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 
-@dataclass(frozen=True, slots=True)
-class PublisherStats:
-    """Counters of a publisher.
-
-    Attributes:
-        published: Numbers given out, including those of dropped batches and of the empty batches that reveal a hole.
-        sent: Batches passed to ZeroMQ.
-        queued: Batches that wait to be sent.
-        dropped: Batches that found the queue full, or were not sent before the publisher was closed.
-        unencodable: Batches that could not be encoded.
-        replay_requests: Well-formed replay requests.
-        replayed: Batches sent in answers to replay requests.
-        malformed_requests: Malformed replay requests.
-        abandoned_replays: Clients that left or stalled before the end of their answer.
-        handshake_failures: Connections that ended before their handshake: no ZeroMQ, wrong keys, or closed.
-        cut_off: Connections that were closed because of too many subscriptions.
-    """
-
-    published: int
-    sent: int
-    queued: int
-    dropped: int
-    unencodable: int
-    replay_requests: int
-    replayed: int
-    malformed_requests: int
-    abandoned_replays: int
-    handshake_failures: int
-    cut_off: int
-
-
 class PublisherCore:
     """The queue, the encoder and the sockets of a publisher.
 
@@ -80,24 +49,23 @@ class PublisherCore:
         if len(self._topic) > MAX_TOPIC_BYTES:
             raise ValueError(f"topic must have at most {MAX_TOPIC_BYTES} bytes, not {len(self._topic)}")
         buffer = ReplayBuffer(settings.buffer_steps)
+        self._stats = PublisherStats()  # ``stats`` adds the outbox's numbers
         self.outbox: Outbox = Outbox(settings.max_queue_size, settings.overflow)
-        self.sent: int = 0  # batches passed to ZeroMQ
-        self.unencodable: int = 0  # batches that could not be encoded
         self._encode = BatchEncoder(encoding).encode
         self._rank = settings.data_parallel_rank
         self._overflowed = False
-        self._unsent = 0
         self._listened_at = 0.0
         self._limiter = LogLimiter(10.0)
         self._stopped = False
+        self._next: asyncio.Handle | None = None  # the scheduled call of `drain`
         self._abandoned_from = MAX_SEQ
         self._progress = asyncio.Event()  # set after each slice of sending, to wake waiting calls
         self._room_lock = asyncio.Lock()  # calls acquire it in order: one at a time waits for room
-        self.sockets: PublisherSockets = PublisherSockets(settings)
+        self.sockets: PublisherSockets = PublisherSockets(settings, self._stats)
         self._server: ReplayServer | None = None
         if self.sockets.replay is not None:
             where = self.sockets.replay_endpoint or ""
-            self._server = ReplayServer(self.sockets.replay, buffer, self._topic, replay_format, where)
+            self._server = ReplayServer(self.sockets.replay, where, buffer, self._topic, replay_format, self._stats)
         self.config: KVEventsConfig = KVEventsConfig(
             enable_kv_cache_events=True,
             publisher="zmq",
@@ -119,6 +87,9 @@ class PublisherCore:
 
     def drain(self) -> None:
         """Send for one slice of time, then let the loop run other callbacks."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
         if self._stopped:
             return
         now = time.perf_counter()
@@ -126,10 +97,12 @@ class PublisherCore:
             self._listened_at = now
             self.sockets.read_subscriptions()
         if not self._send_until(now + _SLICE_S):
-            self._loop.call_soon(self.drain)
+            self._drain_soon()
         self._progress.set()
-        if self.outbox.blocked:
-            self.outbox.make_room()
+
+    def _drain_soon(self) -> None:
+        if self._next is None:
+            self._next = self._loop.call_soon(self.drain)
 
     def _send_until(self, deadline: float) -> bool:
         """Send until the deadline (``time.perf_counter``); True if nothing is left."""
@@ -155,7 +128,7 @@ class PublisherCore:
         try:
             payload = self._encode(batch, self._rank)
         except CodecError as error:
-            self.unencodable += 1
+            self._stats.unencodable += 1
             self._complain("publisher %s: batch %d is lost: %s", seq, error)
             return
         # Buffer first: a subscriber that sees the live message and requests a replay must find the message there.
@@ -168,10 +141,10 @@ class PublisherCore:
             send(pack_seq(seq), _MORE)
             send(payload, zmq.NOBLOCK)
         except zmq.ZMQError as error:  # another part of the program has terminated the context
-            self._unsent += 1
+            self._stats.dropped += 1
             self._complain("publisher %s: batch %d cannot be sent: %s", seq, error)
         else:
-            self.sent += 1
+            self._stats.sent += 1
 
     def _complain(self, text: str, seq: int, error: Exception) -> None:
         self._limiter.warn(logger, text, self.sockets.endpoint, seq, error, level=logging.ERROR)
@@ -181,19 +154,29 @@ class PublisherCore:
     async def put(self, batch: EventBatch, timeout: float | None) -> None:
         """Put a batch into the outbox; wait if the outbox is full, or if earlier calls wait for room."""
         waiting = len(self.outbox.waiting)
+        if self.outbox.room <= 0:
+            self._drain_soon()  # a `publish` that was interrupted may not have woken the core
         try:
             async with asyncio.timeout(timeout), self._room_lock:
-                while self.outbox.room <= 0 and not self.outbox.closed:
+                while not self._try_put(batch):
                     await self._next_progress()
-                if self.outbox.put(batch):
-                    self._loop.call_soon(self.drain)
         except TimeoutError:
             raise TimeoutError(f"{waiting} event batches still wait to be sent after {timeout} s") from None
+
+    def _try_put(self, batch: EventBatch) -> bool:
+        if self.outbox.room <= 0 and not self.outbox.closed:
+            return False
+        try:
+            if self.outbox.put(batch):
+                self._drain_soon()
+        except QueueFull:  # another thread was faster
+            return False
+        return True
 
     async def flush(self, timeout: float | None) -> None:
         """Wait until all batches published so far have been passed to ZeroMQ."""
         if self.outbox.waiting:
-            self._loop.call_soon(self.drain)  # a `publish` that was interrupted may not have woken the core
+            self._drain_soon()  # as in `put`
         target = self.outbox.published
         waiting = 0
         try:
@@ -254,22 +237,9 @@ class PublisherCore:
 
     def stats(self) -> PublisherStats:
         """Return the current counters."""
-        replay_requests = replayed = malformed = abandoned = 0
-        if self._server is not None:
-            replay_requests = self._server.requests
-            replayed = self._server.replayed
-            malformed = self._server.malformed
-            abandoned = self._server.abandoned
-        return PublisherStats(
+        return replace(
+            self._stats,
             published=self.outbox.published,
-            sent=self.sent,
             queued=len(self.outbox.waiting),
-            dropped=self.outbox.dropped + self._unsent,
-            unencodable=self.unencodable,
-            replay_requests=replay_requests,
-            replayed=replayed,
-            malformed_requests=malformed,
-            abandoned_replays=abandoned,
-            handshake_failures=self.sockets.handshake_failures,
-            cut_off=self.sockets.cut_off,
+            dropped=self.outbox.dropped + self._stats.dropped,
         )

@@ -19,8 +19,9 @@ from aioshm.events.config import (
     for_rank,
 )
 from aioshm.events.protocol.messages import EventBatch
+from aioshm.events.protocol.outbox import PublisherStats
 from aioshm.events.protocol.wire import END_SEQ
-from aioshm.events.publish.core import PublisherCore, PublisherStats
+from aioshm.events.publish.core import PublisherCore
 from aioshm.process.limits import detach_when_forked
 from aioshm.zeromq.hosts import connectable
 

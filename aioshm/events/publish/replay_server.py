@@ -20,9 +20,9 @@ import zmq
 
 from aioshm.errors import CodecError
 from aioshm.events.protocol import wire
-from aioshm.events.protocol.outbox import Entry, ReplayBuffer
+from aioshm.events.protocol.outbox import Entry, PublisherStats, ReplayBuffer
 from aioshm.logs import LogLimiter
-from aioshm.zeromq.pump import Pump, receive_frames
+from aioshm.zeromq.pump import Pump, drain, receive_frames
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 
@@ -31,7 +31,7 @@ STALLED_S = 30.0
 _MAX_FRAMES = 4  # a request has three, with the client's identity
 
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
-_SLICE_S = 0.0001
+_REQUESTS_AT_A_TIME = 4
 _BATCHES_AT_A_TIME = 8
 _RETRY_S = 0.05
 
@@ -49,19 +49,21 @@ class ReplayServer:
     """Serves one ROUTER socket on one loop."""
 
     def __init__(
-        self, socket: zmq.Socket[bytes], buffer: ReplayBuffer, topic: bytes, form: wire.ReplayFormat, endpoint: str
+        self,
+        socket: zmq.Socket[bytes],
+        endpoint: str,
+        buffer: ReplayBuffer,
+        topic: bytes,
+        form: wire.ReplayFormat,
+        stats: PublisherStats,
     ) -> None:
         self.buffer: ReplayBuffer = buffer
-        self.requests: int = 0  # well-formed requests
-        self.replayed: int = 0  # batches sent in answers
-        self.malformed: int = 0  # malformed requests
-        self.abandoned: int = 0  # clients that left or stalled before the end of their answer
         self._socket = socket
+        self._endpoint = endpoint
         self._topic = topic
         self._form = form
-        self._endpoint = endpoint
-        self._served: deque[_Client] = deque()  # in order
-        self._blocked: list[_Client] = []
+        self._stats = stats
+        self._clients: deque[_Client] = deque()  # in the order in which they are served
         self._limiter = LogLimiter(10.0)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pump: Pump | None = None
@@ -72,7 +74,7 @@ class ReplayServer:
         """Wait until all answers are complete, or ``timeout`` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while self._served or self._blocked:
+                while self._clients:
                     self._idle.clear()
                     await self._idle.wait()
 
@@ -82,49 +84,39 @@ class ReplayServer:
         self._pump = Pump(loop, self._socket, self._run)
 
     def close(self) -> None:
-        """Stop serving; the socket stays open."""
+        """Stop serving; the caller closes the socket."""
         if self._pump is not None:
             self._pump.pause()
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
-        self.abandoned += len(self._served) + len(self._blocked)
-        self._served.clear()
-        self._blocked.clear()
+        self._cancel_retry()
+        self._stats.abandoned_replays += len(self._clients)
+        self._clients.clear()
 
     def _run(self) -> bool:
-        """Take requests and send for one slice of time; return whether the loop must call again."""
+        """Take requests and serve each client once; return whether the loop must call again."""
         assert self._loop is not None
         assert self._pump is not None
+        self._cancel_retry()
+        burst = min(_REQUESTS_AT_A_TIME, MAX_CLIENTS - len(self._clients))
+        has_more = burst > 0 and drain(self._socket, self._receive, self._take, burst)
+        has_sent = False
+        for _ in range(len(self._clients)):
+            has_sent |= self._serve(self._clients.popleft())
+        if not self._clients:
+            self._idle.set()
+        elif has_sent:
+            return True
+        elif not has_more:
+            # ZeroMQ may report room for one client while another one is served; the descriptor is silent then.
+            self._retry = self._loop.call_later(_RETRY_S, self._pump.run)
+        return has_more
+
+    def _cancel_retry(self) -> None:
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
-        self._served.extend(self._blocked)  # any change of state may have made room for any client
-        self._blocked.clear()
-        deadline = time.perf_counter() + _SLICE_S
-        more_requests = self._accept(deadline)
-        while self._served and time.perf_counter() < deadline:
-            self._serve(self._served.popleft())
-        if self._served or more_requests:
-            return True
-        if self._blocked:
-            # ZeroMQ may report room for one client while another one is served; the descriptor is silent then.
-            self._retry = self._loop.call_later(_RETRY_S, self._pump.run)
-        else:
-            self._idle.set()
-        return False
 
-    def _accept(self, deadline: float) -> bool:
-        """Read requests; True if there may be more, and clients to spare."""
-        while len(self._served) + len(self._blocked) < MAX_CLIENTS:
-            if time.perf_counter() > deadline:
-                return True
-            try:
-                frames = receive_frames(self._socket, _MAX_FRAMES)
-            except zmq.Again:
-                return False
-            self._take(frames)
-        return False
+    def _receive(self) -> list[zmq.Frame]:
+        return receive_frames(self._socket, _MAX_FRAMES)
 
     def _take(self, frames: list[zmq.Frame]) -> None:
         entries: deque[Entry] = deque()
@@ -133,12 +125,12 @@ class ReplayServer:
         except CodecError as error:
             self._complain(frames[0], error)
         else:
-            self.requests += 1
+            self._stats.replay_requests += 1
             entries = self.buffer.since(start)
-        self._served.append(_Client(frames[0].bytes, entries, time.monotonic()))
+        self._clients.append(_Client(frames[0].bytes, entries, time.monotonic()))
 
     def _complain(self, frame: zmq.Frame, error: CodecError) -> None:
-        self.malformed += 1
+        self._stats.malformed_requests += 1
         try:
             address = frame.get("Peer-Address")
         except (zmq.ZMQError, KeyError):
@@ -146,10 +138,10 @@ class ReplayServer:
         text = "replay %s: malformed request from %s, identity %s: %s"
         self._limiter.warn(logger, text, self._endpoint, address, frame.bytes.hex(), error)
 
-    def _serve(self, client: _Client) -> None:
-        """Send a few batches; afterwards the client is ready, blocked or done."""
+    def _serve(self, client: _Client) -> bool:
+        """Send a few batches, and queue the client again unless its answer is over; True if anything was sent."""
         send = self._socket.send
-        for _ in range(_BATCHES_AT_A_TIME):
+        for count in range(_BATCHES_AT_A_TIME):
             if client.entries:
                 *first, last = wire.reply(self._topic, *client.entries[0], self._form)
             else:
@@ -160,24 +152,26 @@ class ReplayServer:
                     send(frame, _MORE)
                 send(last, zmq.NOBLOCK)
             except zmq.Again:
-                self._block(client)
-                return
+                self._wait_for(client)
+                return count > 0
             except zmq.ZMQError as error:  # EHOSTUNREACH: the client is gone
-                self.abandoned += 1
+                self._stats.abandoned_replays += 1
                 logger.debug("replay %s: client %s left: %s", self._endpoint, client.identity.hex(), error)
-                return
+                return True
             if not client.entries:
-                return
+                return True
             client.entries.popleft()
             client.moved = time.monotonic()
-            self.replayed += 1
-        self._served.append(client)
+            self._stats.replayed += 1
+        self._clients.append(client)
+        return True
 
-    def _block(self, client: _Client) -> None:
+    def _wait_for(self, client: _Client) -> None:
+        """Queue a client again that has no room, unless it has read nothing for too long."""
         waited = time.monotonic() - client.moved
         if waited < STALLED_S:
-            self._blocked.append(client)
+            self._clients.append(client)
             return
-        self.abandoned += 1
+        self._stats.abandoned_replays += 1
         text = "replay %s: client %s has read nothing for %.0f s; giving it up"
         logger.warning(text, self._endpoint, client.identity.hex(), waited)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 
 import zmq
 
 from aioshm.errors import OutOfThreads
 from aioshm.events.config import PublisherSettings, check_endpoint, for_rank, publisher_binds
+from aioshm.events.protocol.outbox import PublisherStats
 from aioshm.events.protocol.wire import MAX_TOPIC_BYTES
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import start_thread
-from aioshm.zeromq.endpoint import BoundFile, attach, disconnect, limit_frames, open_socket
+from aioshm.zeromq.endpoint import ADDED_BYTES, BoundFile, attach, disconnect, open_socket
 from aioshm.zeromq.hosts import host_of, is_loopback, is_own_address
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump, drain
@@ -22,27 +24,40 @@ from aioshm.zeromq.sockets import context_for
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 
-# Batches that ZeroMQ queues for one replay client; bounds the memory of a slow client.
-REPLAY_HWM = 64
-# The kernel's send buffer for one replay client. The kernel would enlarge the buffer to megabytes, and filling
-# such buffers for a few slow clients would delay live batches for tens of milliseconds.
-REPLAY_BUFFER_BYTES = 1 << 17
-# A replay request has a few bytes; ZeroMQ disconnects a peer that sends more.
-MAX_REQUEST_BYTES = 1024
-
 # Bits of ZeroMQ's I/O threads: live batches do not queue behind replayed ones.
 _LIVE_THREAD = 1
 _REPLAY_THREAD = 2
+
+# ZeroMQ disconnects a peer that subscribes to a longer topic.
+_LIVE_OPTIONS: Mapping[int, int] = {zmq.AFFINITY: _LIVE_THREAD, zmq.MAXMSGSIZE: MAX_TOPIC_BYTES + ADDED_BYTES}
+_OPEN_OPTIONS: Mapping[int, int] = {
+    **_LIVE_OPTIONS,
+    zmq.XPUB_VERBOSER: 1,  # report each subscription, also to known topics, and each end
+    # Small: ZeroMQ accepts all subscriptions that it has read ahead, even of a peer that is disconnected then.
+    zmq.RCVBUF: 1 << 12,
+    zmq.RCVHWM: 8,
+}
+
+# Batches that ZeroMQ queues for one replay client; bounds the memory of a slow client.
+REPLAY_HWM = 64
+_REPLAY_OPTIONS: Mapping[int, int] = {
+    zmq.AFFINITY: _REPLAY_THREAD,
+    zmq.MAXMSGSIZE: 1024,  # a request has a few bytes
+    # The kernel would enlarge the send buffer to megabytes, and filling such buffers for a few slow clients would delay
+    # live batches for tens of milliseconds.
+    zmq.SNDBUF: 1 << 17,
+    zmq.ROUTER_MANDATORY: 1,
+}
 
 
 class PublisherSockets:
     """The sockets of a publisher: one for batches, and a ROUTER if there is a replay endpoint.
 
-    Batches leave through PUB; at a port that strangers can reach, through XPUB, which lets the publisher refuse
+    Batches leave through PUB; at a port that strangers can reach, through XPUB, which lets the publisher count
     subscriptions.
     """
 
-    def __init__(self, settings: PublisherSettings) -> None:
+    def __init__(self, settings: PublisherSettings, stats: PublisherStats) -> None:
         rank = settings.data_parallel_rank
         endpoint = for_rank(check_endpoint(settings.endpoint), rank)
         replay_endpoint = settings.replay_endpoint
@@ -64,6 +79,7 @@ class PublisherSockets:
             connections=2 * count,
         )
         self._curve = settings.curve
+        self._stats = stats
         self._sockets: list[zmq.Socket[bytes]] = []
         self._monitors: list[Monitor] = []
         self._pumps: list[Pump] = []
@@ -71,19 +87,15 @@ class PublisherSockets:
         self._limiter = LogLimiter(10.0)
         self._subscriptions: Subscriptions | None = None
         is_open = binds and settings.curve is None and endpoint.startswith("tcp://")
-        kind = zmq.XPUB if is_open else zmq.PUB
+        kind, options = (zmq.XPUB, _OPEN_OPTIONS) if is_open else (zmq.PUB, _LIVE_OPTIONS)
         try:
-            self.pub: zmq.Socket[bytes] = self._open(kind, endpoint, bind=binds, hwm=settings.hwm)
+            self.pub, self.endpoint = self._open(kind, endpoint, binds, settings.hwm, options)
             if is_open:
-                self._subscriptions = Subscriptions(self.pub, self._monitors[0])
-            limit_frames(self.pub, MAX_TOPIC_BYTES)  # of subscriptions
-            self.endpoint: str = self._attach(self.pub, endpoint, bind=binds)
+                self._subscriptions = Subscriptions(self.pub, self._monitors[0], stats)
             if replay_endpoint is not None:
-                self.replay = self._open(zmq.ROUTER, replay_endpoint, bind=True, hwm=REPLAY_HWM)
-                self.replay.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-                self.replay.setsockopt(zmq.SNDBUF, REPLAY_BUFFER_BYTES)
-                self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                self.replay_endpoint = self._attach(self.replay, replay_endpoint, bind=True)
+                self.replay, self.replay_endpoint = self._open(
+                    zmq.ROUTER, replay_endpoint, True, REPLAY_HWM, _REPLAY_OPTIONS
+                )
         except BaseException:
             self.close(0.0)
             raise
@@ -91,18 +103,6 @@ class PublisherSockets:
             _warn_about_open_ports(self.endpoint if binds else None, self.replay_endpoint)
         if settings.bind is None and not binds:
             _warn_about_connecting(endpoint)
-
-    @property
-    def handshake_failures(self) -> int:
-        """Connections that did not speak ZeroMQ, or had wrong keys."""
-        return sum(monitor.handshake_failures for monitor in self._monitors)
-
-    @property
-    def cut_off(self) -> int:
-        """Connections that were closed because of too many subscriptions."""
-        if self._subscriptions is None:
-            return 0
-        return self._subscriptions.cut_off
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Monitor the connections on ``loop``."""
@@ -139,25 +139,26 @@ class PublisherSockets:
             self._context.term()
             return None
 
-    def _open(self, kind: int, endpoint: str, *, bind: bool, hwm: int) -> zmq.Socket[bytes]:
-        socket = open_socket(self._context, kind, endpoint, bind=bind, hwm=hwm, curve=self._curve)
+    def _open(
+        self, kind: int, endpoint: str, binds: bool, hwm: int, options: Mapping[int, int]
+    ) -> tuple[zmq.Socket[bytes], str]:
+        """Open a socket, and bind or connect it with all options set: connections copy the options then."""
+        socket = open_socket(self._context, kind, endpoint, bind=binds, hwm=hwm, curve=self._curve)
         self._sockets.append(socket)
-        if self._owns_context:
-            socket.setsockopt(zmq.AFFINITY, _REPLAY_THREAD if kind == zmq.ROUTER else _LIVE_THREAD)
+        for option, value in options.items():
+            if option != zmq.AFFINITY or self._owns_context:
+                socket.setsockopt(option, value)
         self._monitors.append(Monitor(socket))
-        return socket
-
-    def _attach(self, socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
-        """Bind or connect, after all options are set: connections copy the options then."""
-        actual = attach(socket, endpoint, bind=bind)
-        if bind:
+        actual = attach(socket, endpoint, bind=binds)
+        if binds:
             self._files.append(BoundFile(actual))
-        return actual
+        return socket, actual
 
     def _read_monitors(self) -> None:
         for monitor in self._monitors:
             failed = monitor.read()[1]
             if failed:
+                self._stats.handshake_failures += len(failed)
                 text = "publisher %s: %d connections failed their handshake, the last at %s: %s"
                 self._limiter.warn(logger, text, self.endpoint, len(failed), *failed[-1])
 
@@ -205,15 +206,11 @@ class Subscriptions:
     refusing a subscription would bound nothing. SECURITY.md lists the remaining attacks.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], monitor: Monitor) -> None:
-        socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # report each subscription, also to known topics, and each end
-        # Small: ZeroMQ accepts all subscriptions that it has read ahead, even of a peer that is disconnected then.
-        socket.setsockopt(zmq.RCVBUF, 1 << 12)
-        socket.setsockopt(zmq.RCVHWM, 8)
-        self.cut_off: int = 0  # disconnected peers
+    def __init__(self, socket: zmq.Socket[bytes], monitor: Monitor, stats: PublisherStats) -> None:
         self.topics: dict[int, set[bytes]] = {}  # by the descriptor of the connection
         self._socket = socket
         self._monitor = monitor
+        self._stats = stats
         self._limiter = LogLimiter(10.0)
 
     def read(self) -> bool:
@@ -244,6 +241,6 @@ class Subscriptions:
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         peer = disconnect(descriptor, int(endpoint.rpartition(":")[2]))
         if peer is not None:
-            self.cut_off += 1
+            self._stats.cut_off += 1
             text = "publisher %s: disconnected %s, which has more than %d subscriptions"
             self._limiter.warn(logger, text, endpoint, peer, MAX_SUBSCRIPTIONS)

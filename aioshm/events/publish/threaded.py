@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, ClassVar, Unpack
@@ -27,8 +26,6 @@ from aioshm.process.limits import check_descriptors, naming_limits
 from aioshm.process.loop_thread import shared_loop
 
 _LOOP_DESCRIPTORS = 8  # enough for any event loop
-# How often a call that waits for room checks that the thread is alive.
-_CHECK_S = 0.5
 
 
 class ThreadedEventPublisher(Closing, CorePublisher):
@@ -78,7 +75,7 @@ class ThreadedEventPublisher(Closing, CorePublisher):
     def publish(self, events: EventBatch, timeout: float | None = None) -> None:
         """Number the batch and queue it for the thread; by default, wait while the queue is full.
 
-        Ctrl-C interrupts the wait; the batch has no number then and is not sent.
+        Ctrl-C interrupts the wait, and the batch is not sent.
 
         Args:
             events: The batch.
@@ -96,22 +93,13 @@ class ThreadedEventPublisher(Closing, CorePublisher):
             raise TypeError(f"publish takes an EventBatch, not {type(events).__name__}")
         if self._host.elsewhere:
             self._host.check()
-        deadline = time.monotonic() + timeout if timeout is not None else None
-        while True:
-            try:
-                if self._core.outbox.put(events):
-                    self._wake()
-                return
-            except QueueFull:
-                if not self._blocks:
-                    raise
-            self._host.check()
-            self._wake()  # raises if the thread has ended
-            left = _CHECK_S
-            if deadline is not None:
-                left = min(left, deadline - time.monotonic())
-            if not self._core.outbox.wait_for_room(max(0.0, left)) and left < _CHECK_S:
-                raise TimeoutError(f"the queue of this event publisher was still full after {timeout} s")
+        try:
+            if self._core.outbox.put(events):
+                self._wake()
+        except QueueFull:
+            if not self._blocks:
+                raise
+            self._host.run(lambda: self._core.put(events, timeout))
 
     def _wake(self) -> None:
         try:

@@ -8,6 +8,8 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -37,27 +39,23 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.001)
 
 
-class Held:
-    """Within the block, the thread of a threaded publisher is busy, and the queue is full."""
+@contextmanager
+def full(publisher: ThreadedEventPublisher, room: int) -> Iterator[None]:
+    """Fill the queue of a publisher that sends nothing within the block unless it is closed."""
+    core = publisher._core
+    drain = core.drain
 
-    def __init__(self, publisher: ThreadedEventPublisher, room: int) -> None:
-        self._publisher, self._room = publisher, room
-        self._go_on = threading.Event()
+    def hold() -> None:
+        core._next = None
+        if core.outbox.closed:
+            drain()
 
-    def __enter__(self) -> None:
-        held = threading.Event()
-
-        def hold() -> None:
-            held.set()
-            self._go_on.wait(PATIENCE_S)
-
-        self._publisher._host.loop.call_soon_threadsafe(hold)
-        assert held.wait(PATIENCE_S)
-        for number in range(self._room):
-            self._publisher.publish(batch(number))
-
-    def __exit__(self, *_: object) -> None:
-        self._go_on.set()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(core, "drain", hold)
+        for number in range(room):
+            publisher.publish(batch(number))
+        yield
+    publisher._wake()
 
 
 class TestThreaded:
@@ -126,8 +124,8 @@ class TestThreaded:
 
     def test_the_wait_has_an_end(self) -> None:
         with ThreadedEventPublisher(0, ANY, max_queue_size=3, bind=True) as publisher:
-            with Held(publisher, 3):
-                with pytest.raises(TimeoutError, match=r"still full after 0\.01 s"):
+            with full(publisher, 3):
+                with pytest.raises(TimeoutError, match=r"3 event batches still wait to be sent after 0\.01 s"):
                     publisher.publish(batch(3), timeout=0.01)
                 with pytest.raises(TimeoutError):
                     publisher.publish(batch(3), timeout=0)
@@ -146,15 +144,13 @@ class TestThreaded:
                 failures.append(error)
 
         threads = [threading.Thread(target=publish) for _ in range(3)]
-        with Held(publisher, 1):
+        with full(publisher, 1):
             for thread in threads:
                 thread.start()
-            wait_until(lambda: publisher._core.outbox.blocked == 3)
-            closing = threading.Thread(target=publisher.shutdown)
-            closing.start()
+            wait_until(lambda: publisher._core._room_lock.locked())
+            publisher.shutdown()
             for thread in threads:
                 thread.join(PATIENCE_S)
-        closing.join(PATIENCE_S)
         assert len(failures) == 3
         assert publisher.stats().sent == 1
 
@@ -189,11 +185,11 @@ class TestThreaded:
         with ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True) as publisher:
 
             def interrupt() -> None:
-                wait_until(lambda: publisher._core.outbox.blocked)
+                wait_until(lambda: publisher._core._room_lock.locked())
                 os.kill(os.getpid(), signal.SIGINT)
 
             thread = threading.Thread(target=interrupt)
-            with Held(publisher, 1):
+            with full(publisher, 1):
                 thread.start()
                 with pytest.raises(KeyboardInterrupt):
                     publisher.publish(batch(1))
@@ -205,7 +201,7 @@ class TestThreaded:
     @pytest.mark.parametrize("overflow", ["drop", "raise"])
     def test_overflow_drop_and_raise_do_not_wait(self, overflow: Any) -> None:
         with ThreadedEventPublisher(0, ANY, max_queue_size=2, overflow=overflow, bind=True) as publisher:
-            with Held(publisher, 2):
+            with full(publisher, 2):
                 if overflow == "raise":
                     with pytest.raises(QueueFull):
                         publisher.publish(batch(2))
