@@ -25,10 +25,10 @@ from aioshm.events.protocol.messages import (
     UnknownEvent,
 )
 from aioshm.events.protocol.outbox import PublisherStats
+from aioshm.events.protocol.tracker import SubscriberStats
 from aioshm.events.protocol.wire import Encoding, ReplayFormat, Wire
 from aioshm.events.publish.publisher import EventPublisher, NullEventPublisher, ZmqEventPublisher
 from aioshm.events.publish.threaded import EventPublisherFactory, ThreadedEventPublisher
-from aioshm.events.subscribe.source import SubscriberStats
 from aioshm.events.subscribe.subscriber import EventSubscriber
 from aioshm.zeromq.endpoint import CurveKeys
 

@@ -39,6 +39,42 @@ _NOT_KEPT = "the publisher's replay buffer does not have them"
 _UNPROVED = "it has a new connection, and no replay shows that it is the same process"
 
 
+@dataclass(slots=True)
+class SubscriberStats:
+    """Counters of a subscriber, over all its sources.
+
+    Attributes:
+        delivered: Batches returned to the consumer, or ready for it.
+        replayed: Delivered batches that came from a replay port.
+        duplicates: Batches that arrived again and were dropped.
+        gaps: Times that numbers were missing and a replay, if there is one, was requested.
+        lost: Numbers that were reported as lost.
+        restarts: Times that a publisher restarted, or may have.
+        reconnects: Connections that broke and came back.
+        garbage: Malformed messages, and messages that the publisher's own replay does not confirm.
+        unknown_events: Events of unknown types and malformed events; each is delivered as an `UnknownEvent`.
+        replay_failures: Replay requests without a complete answer in time.
+        handshake_failures: Connections that ended before their handshake: no ZeroMQ, wrong keys, or closed.
+        gone: Publishers that were reported as gone.
+        dropped: Messages that this subscriber dropped undecoded, because messages came faster than it decodes. Their
+            numbers are replayed, or reported as lost.
+    """
+
+    delivered: int = 0
+    replayed: int = 0
+    duplicates: int = 0
+    gaps: int = 0
+    lost: int = 0
+    restarts: int = 0
+    reconnects: int = 0
+    garbage: int = 0
+    unknown_events: int = 0
+    replay_failures: int = 0
+    handshake_failures: int = 0
+    gone: int = 0
+    dropped: int = 0
+
+
 class Message(NamedTuple):
     """A batch with its number, and the payload that the batch was decoded from."""
 
@@ -131,14 +167,17 @@ class _Job:
 class SourceTracker:
     """The numbers of all publishers behind one endpoint."""
 
-    def __init__(self, endpoint: str, start: Start, *, can_replay: bool, gone_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        start: Start,
+        *,
+        can_replay: bool,
+        gone_after_s: float | None = None,
+        stats: SubscriberStats | None = None,
+    ) -> None:
         self.out: deque[Delivery] = deque()  # deliveries for the consumer; the caller takes them from the left
-        self.duplicates: int = 0  # batches that came again
-        self.gaps: int = 0  # times that numbers were missing
-        self.lost: int = 0  # numbers that were given up
-        self.restarts: int = 0  # times that a publisher restarted, or may have
-        self.unconfirmed: int = 0  # live batches that the publisher's own replay does not have
-        self.gone: int = 0  # publishers that were reported as gone
+        self.stats: SubscriberStats = stats or SubscriberStats()
         self._endpoint = endpoint
         self._start = start
         self._can_replay = can_replay
@@ -178,9 +217,9 @@ class SourceTracker:
         if arrival < stream.covered:  # the answer would have it, unless its publisher was gone before
             verdict = stream.judge(message.seq, hash(message.payload))
             if verdict in (Verdict.COPY, Verdict.UNSURE):
-                self.duplicates += 1
+                self.stats.duplicates += 1
             else:
-                self.unconfirmed += 1
+                self.stats.garbage += 1
         elif not self._jobs:
             self._judge_live(stream, message)
         else:  # a connection came back just before: the message waits for the answer that is requested anyway
@@ -225,7 +264,7 @@ class SourceTracker:
                 self._missing[stream] = now  # one of its batches waits for an answer
                 continue
             self._forget(stream)
-            self.gone += 1
+            self.stats.gone += 1
             self.out.append(PublisherGone(stream.source, stream.expected, now - since))
 
     def check(self) -> None:
@@ -270,7 +309,7 @@ class SourceTracker:
         elif verdict is Verdict.GAP and stream is not job.stream and (self.asking or 0) > stream.expected:
             self._ask_again(job, stream)  # the request was for another stream, and began after this stream's next batch
         elif verdict in (Verdict.COPY, Verdict.UNSURE):
-            self.duplicates += 1
+            self.stats.duplicates += 1
         else:
             if verdict is Verdict.GAP:
                 self._give_up(stream, message.seq, _NOT_KEPT)
@@ -312,13 +351,13 @@ class SourceTracker:
         if job.answered:
             stream.moved = False
         if verdict is Verdict.COPY or (job.answered and verdict is Verdict.UNSURE):
-            self.duplicates += 1
+            self.stats.duplicates += 1
             if verdict is Verdict.COPY and (job.answered or not ended):  # without an answer, more requests are useless
                 stream.doubted = job.outdated
         elif job.answered and ended and verdict in (Verdict.GAP, Verdict.NEXT):
-            self.unconfirmed += 1  # a complete answer of its publisher would have it
+            self.stats.garbage += 1  # a complete answer of its publisher would have it
         elif job.same and verdict is Verdict.BACK:
-            self.unconfirmed += 1  # of a publisher that was gone before the answer
+            self.stats.garbage += 1  # of a publisher that was gone before the answer
         else:
             self._settle(stream, pending, mark, reason)
             stream.doubted = job.outdated
@@ -391,11 +430,11 @@ class SourceTracker:
         mark = hash(message.payload)
         verdict = stream.judge(message.seq, mark)
         if verdict is Verdict.GAP:
-            self.gaps += 1
+            self.stats.gaps += 1
         if self._can_replay and (stream.doubted or verdict in (Verdict.GAP, Verdict.UNSURE)):
             self._jobs.append(_Job(stream, message))
         elif self._can_replay and verdict is Verdict.COPY:
-            self.duplicates += 1
+            self.stats.duplicates += 1
         elif self._can_replay and verdict is Verdict.BACK:
             self._begin_again(stream)
             self._judge_live(stream, message)
@@ -416,14 +455,16 @@ class SourceTracker:
         if replayed and stream.last is None:  # live messages of an older process may still come
             stream.doubted = True
         stream.accept(message.seq, mark)
+        self.stats.delivered += 1
+        self.stats.replayed += replayed
         self.out.append(Received(stream.source, message.seq, message.batch, message.payload, replayed))
 
     def _give_up(self, stream: _Stream, before: int, reason: str) -> None:
-        self.lost += before - stream.expected
+        self.stats.lost += before - stream.expected
         self.out.append(Lost(stream.source, stream.expected, before - 1, reason))
         stream.skip_to(before)
 
     def _begin_again(self, stream: _Stream, reason: str = "its numbers went back") -> None:
-        self.restarts += 1
+        self.stats.restarts += 1
         self.out.append(Restarted(stream.source, stream.expected, reason))
         stream.begin_again()

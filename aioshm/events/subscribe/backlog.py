@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TypeAlias
+from typing import NamedTuple
 
 from aioshm.events.protocol.messages import Delivery, Received
 
@@ -15,9 +15,14 @@ FRAME_OVERHEAD = 48
 RECONNECTED = object()
 """Stands in place of a connection in the marker of a connection that broke and came back."""
 
-Entry: TypeAlias = tuple[object, list[bytes] | None, int]
-"""A connection, its message, and the bytes that count. A marker has no message: the connection ended, or
-`RECONNECTED`."""
+
+class Entry(NamedTuple):
+    """A message; or, without frames, the marker that its connection ended, or of `RECONNECTED`."""
+
+    connection: object
+    frames: list[bytes] | None
+    number: int  # messages that came before
+    size: int  # memory of the message, in bytes
 
 
 class Backlog:
@@ -30,17 +35,14 @@ class Backlog:
     def __init__(self, max_bytes: int) -> None:
         self.received: int = 0  # messages that were put in
         self.dropped: int = 0  # messages that were dropped
-        self.arrival: int = 0  # messages that came before the last taken one
-        self.sender: object = None  # connection of the last taken message
         self.size: int = 0  # memory of all messages, in bytes
         self._max_bytes = max_bytes
-        self._removed = 0  # messages that were taken or dropped
         self._entries: deque[Entry] = deque()
 
     def put(self, connection: object, frames: list[bytes]) -> None:
         """Append a message; drop the oldest ones if the backlog is full."""
         size = MESSAGE_OVERHEAD + FRAME_OVERHEAD * len(frames) + sum(map(len, frames))
-        self._entries.append((connection, frames, size))
+        self._entries.append(Entry(connection, frames, self.received, size))
         self.size += size
         self.received += 1
         if self.size > self._max_bytes:
@@ -48,19 +50,14 @@ class Backlog:
 
     def note(self, connection: object) -> None:
         """Append a marker: this connection ended, or a connection came back."""
-        self._entries.append((connection, None, 0))
+        self._entries.append(Entry(connection, None, self.received, 0))
 
     def take(self) -> Entry | None:
         """Remove and return the oldest entry; None if the backlog is empty."""
         if not self._entries:
             return None
         entry = self._entries.popleft()
-        connection, frames, size = entry
-        if frames is not None:
-            self.sender = connection
-            self.size -= size
-            self.arrival = self._removed
-            self._removed += 1
+        self.size -= entry.size
         return entry
 
     def clear(self) -> None:
@@ -69,18 +66,15 @@ class Backlog:
         self.size = 0
 
     def _shrink(self) -> None:
-        entries = self._entries
         markers: list[Entry] = []
-        before = len(entries)
-        while self.size > self._max_bytes // 2 and len(entries) > 1:
-            entry = entries.popleft()
-            self.size -= entry[2]
-            if entry[1] is None:
+        while self.size > self._max_bytes // 2 and len(self._entries) > 1:
+            entry = self._entries.popleft()
+            self.size -= entry.size
+            if entry.frames is None:
                 markers.append(entry)
-        dropped = before - len(entries) - len(markers)
-        entries.extendleft(reversed(markers))
-        self.dropped += dropped
-        self._removed += dropped
+            else:
+                self.dropped += 1
+        self._entries.extendleft(reversed(markers))
 
 
 # Payloads that may wait for the consumer together; decoded, they take up to 34 times as much.

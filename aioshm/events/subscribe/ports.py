@@ -12,6 +12,7 @@ import zmq
 from aioshm.errors import OutOfDescriptors
 from aioshm.events.config import SubscriberSettings
 from aioshm.events.protocol import wire
+from aioshm.events.protocol.tracker import SubscriberStats
 from aioshm.events.subscribe.backlog import RECONNECTED, Backlog
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import SIGNAL_DESCRIPTORS, check_descriptors
@@ -48,7 +49,11 @@ class LivePort:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, topic: bytes, settings: SubscriberSettings
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        settings: SubscriberSettings,
+        stats: SubscriberStats,
     ) -> None:
         bind = settings.binds(endpoint)
         hwm = settings.hwm
@@ -61,7 +66,7 @@ class LivePort:
         curve = settings.curve
         self._sub = open_socket(context, zmq.SUB, endpoint, bind=bind, hwm=hwm, curve=curve, silence_s=silence_s)
         try:
-            self._sub.setsockopt(zmq.SUBSCRIBE, topic)
+            self._sub.setsockopt(zmq.SUBSCRIBE, settings.topic.encode())
             if bind:  # a socket that connects would not be connected again after a message that is too large
                 limit_frames(self._sub, settings.payload_limit(endpoint))
             self.monitor: Monitor = Monitor(self._sub)
@@ -74,6 +79,7 @@ class LivePort:
             self._sub.close()
             raise
         self.backlog: Backlog = Backlog(settings.max_backlog_bytes)
+        self._stats = stats
         self._bound = bind
         self._file = BoundFile(self.endpoint if bind else "")
         self._encrypted = curve is not None
@@ -90,10 +96,11 @@ class LivePort:
 
     def read_ahead(self) -> bool:
         """Receive messages into the backlog; True if there may be more."""
-        dropped = self.backlog.dropped
         more = self._read_ahead()
-        if self.backlog.dropped > dropped and self._drop_limiter.admit() is not None:
-            logger.warning(_TOO_SLOW, self.endpoint, self.backlog.dropped)
+        if self.backlog.dropped > self._stats.dropped:
+            self._stats.dropped = self.backlog.dropped
+            if self._drop_limiter.admit() is not None:
+                logger.warning(_TOO_SLOW, self.endpoint, self.backlog.dropped)
         return more
 
     def _read_ahead(self) -> bool:
@@ -154,7 +161,9 @@ class LivePort:
         """Handle events of connections; return the descriptors of connections that ended."""
         came_back, failed = self.monitor.read()
         if came_back:
+            self._stats.reconnects += came_back
             self.backlog.note(RECONNECTED)
+        self._stats.handshake_failures += len(failed)
         for failure in failed:
             reason = failure.reason
             if self._encrypted and reason == ENDED:
@@ -174,6 +183,7 @@ class LivePort:
             pump.pause()
         self.monitor.close()
         self._sub.close(linger=0)
+        self.backlog.clear()
         self._file.remove()
 
 
@@ -197,7 +207,6 @@ class ReplayPort:
         self.endpoint = endpoint
         self.timeout: float = settings.replay_timeout
         self.active_at: float = 0.0  # loop time of the last request, or of the last reply
-        self.failures: int = 0  # requests without an answer in time
         self._loop = loop
         self._context = context
         self._curve = settings.curve
@@ -271,7 +280,6 @@ class ReplayPort:
         """Close an overdue request; after enough attempts return why there will be no answer."""
         self.close()
         self._attempts += 1
-        self.failures += 1
         if self._attempts < REPLAY_ATTEMPTS and not self._silent:
             return None
         reason = f"{self.endpoint} did not answer {self._attempts} times within {self.timeout} s"

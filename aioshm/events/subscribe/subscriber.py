@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import fields
+from dataclasses import astuple
 from typing import Unpack
 
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.errors import EndClosed, QueueClosed, RoleError
 from aioshm.events.config import SubscriberOptions, SubscriberSettings, check_endpoint
 from aioshm.events.protocol.messages import Delivery, KVEventBatch, Received
+from aioshm.events.protocol.tracker import SubscriberStats
 from aioshm.events.subscribe.backlog import Inbox
-from aioshm.events.subscribe.source import EventSource, SubscriberStats
+from aioshm.events.subscribe.source import EventSource
 from aioshm.process.limits import detach_when_forked
 from aioshm.zeromq.sockets import shared_context
 
@@ -63,15 +64,15 @@ class EventSubscriber(AsyncClosing):
         topic: str = "",
         **options: Unpack[SubscriberOptions],
     ) -> None:
+        self._closed = True  # until the arguments are found valid
         self._sources: list[EventSource] = []
-        self._final: SubscriberStats | None = None
-        self._closed = False
         self._pairs = _pair_up(endpoints, replay_endpoints)
         self._settings = SubscriberSettings(topic=topic, **options)
         self._inbox = Inbox(self._settings.max_waiting)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._since_yield = 0
         self._inherited = False  # whether this is a forked child's copy
+        self._closed = False
         detach_when_forked(self)
 
     @property
@@ -111,6 +112,7 @@ class EventSubscriber(AsyncClosing):
                 self._sources.append(source)
         except BaseException:
             self._close_sources()
+            self._sources.clear()
             raise
         self._loop = loop
 
@@ -174,11 +176,8 @@ class EventSubscriber(AsyncClosing):
 
     def stats(self) -> SubscriberStats:
         """Return the current counters, over all endpoints."""
-        if self._final is not None:
-            return self._final
-        all_stats = [source.stats() for source in self._sources]
-        names = [each.name for each in fields(SubscriberStats)]
-        return SubscriberStats(*(sum(getattr(stats, name) for stats in all_stats) for name in names))
+        counters = zip(*(astuple(source.stats) for source in self._sources), strict=True)
+        return SubscriberStats(*map(sum, counters))
 
     async def aclose(self) -> None:
         """Close the sockets. Iterations end, and undelivered batches are dropped. Idempotent."""
@@ -194,21 +193,17 @@ class EventSubscriber(AsyncClosing):
         return f"<EventSubscriber of {', '.join(self.endpoints)}>"
 
     def __del__(self) -> None:
-        if getattr(self, "_sources", None):  # unset if an argument was invalid
+        if not getattr(self, "_closed", True) and self._loop is not None and not self._inherited:
             warn_not_closed(self)
             self._close_sources()
 
     def detach_after_fork(self) -> None:
         """Become useless in a forked child: the sockets belong to the parent."""
         self._inherited = self._loop is not None
-        self._sources.clear()
 
     def _close_sources(self) -> None:
-        if self._sources:
-            self._final = self.stats()
         for source in self._sources:
             source.close()
-        self._sources.clear()
 
 
 def _pair_up(

@@ -10,7 +10,7 @@ import pytest
 import zmq
 from two_hosts import two_hosts
 
-from aioshm.events import CurveKeys
+from aioshm.events import CurveKeys, SubscriberStats
 from aioshm.events.config import SubscriberSettings
 from aioshm.events.subscribe.ports import LivePort
 from aioshm.zeromq.endpoint import BOUND_SUBSCRIBER_SILENCE_S, SILENCE_S
@@ -58,8 +58,8 @@ def test_subscriber_that_binds_gives_a_silent_publisher_up_after_a_minute(encryp
     anywhere = "tcp://127.0.0.1:*"
     curve = CurveKeys.generate() if encrypted else None
     with zmq.Context() as context:
-        binds = LivePort(context, anywhere, b"", SubscriberSettings(topic="", bind=True, curve=curve))
-        connects = LivePort(context, binds.endpoint, b"", SubscriberSettings(topic="", bind=False))
+        binds = LivePort(context, anywhere, SubscriberSettings(topic="", bind=True, curve=curve), SubscriberStats())
+        connects = LivePort(context, binds.endpoint, SubscriberSettings(topic="", bind=False), SubscriberStats())
         found = [
             (port._sub.getsockopt(zmq.TCP_MAXRT), port._sub.getsockopt(zmq.TCP_KEEPALIVE_IDLE))
             for port in (binds, connects)

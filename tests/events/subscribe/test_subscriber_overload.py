@@ -142,8 +142,7 @@ def taken(backlog: Backlog) -> list[object]:
     """Take all entries: numbers of messages, connections of markers."""
     found: list[object] = []
     while (entry := backlog.take()) is not None:
-        connection, frames, _ = entry
-        found.append(connection if frames is None else int.from_bytes(frames[1], "big"))
+        found.append(entry.connection if entry.frames is None else int.from_bytes(entry.frames[1], "big"))
     return found
 
 
