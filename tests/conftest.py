@@ -103,6 +103,14 @@ def nothing_left_behind() -> Iterator[None]:
     assert not left
 
 
+@pytest.fixture
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Give a directory whose path is short enough for sockets, which those named after tests need not be."""
+    path = tmp_path_factory.mktemp("s")
+    yield path
+    shutil.rmtree(path)
+
+
 def _rewrite_share(config: pytest.Config) -> None:
     """Rewrite the assertions of a share of the tests for every process: each would do it for all tests of its own.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensor_helpers import check_equal as check_tensor
 
-from aioshm.codec import Codec, MsgpackCodec, get_codec
+from aioshm.codec import Codec, get_codec
 from aioshm.codec.array_heads import ARRAY_MARKER, NUMPY, TORCH, ArrayHead, encode_head, is_array
 from aioshm.errors import CodecError
 
@@ -138,22 +137,6 @@ def test_garbage_behind_the_marker_is_an_array_or_a_codec_error(garbage: bytes, 
 # Inside of MessagePack
 
 SMALL, LARGE = 24, 9600  # elements
-
-
-class Typed(msgspec.Struct):
-    array: np.ndarray
-    tensor: torch.Tensor | None = None
-    data: bytes = b""
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_typed_message_has_its_arrays(carry: Callable[[Any, Any], Any], size: int) -> None:
-    source = Typed(np.arange(size), torch.arange(size), b"x" * size)
-    result = carry(MsgpackCodec(type=Typed), source)
-    assert result.array.tolist() == source.array.tolist()
-    check_tensor(result.tensor, source.tensor)
-    assert result.data == source.data
-    assert carry(MsgpackCodec(type=np.ndarray), source.array).tolist() == source.array.tolist()
 
 
 def test_scalars_are_numbers(carry: Callable[[Any, Any], Any]) -> None:

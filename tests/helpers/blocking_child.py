@@ -53,15 +53,6 @@ def write(count: str, size: str) -> None:
     writer.close()
 
 
-def stream(size: str) -> None:
-    """Write messages until somebody ends it."""
-    writer = _writer(10)
-    number = 0
-    while True:
-        writer.enqueue((number, bytes([number % 256]) * int(size)))
-        number += 1
-
-
 def idle(handle: str) -> None:
     """Wait for a message and say how much CPU that took."""
     with _reader(handle) as reader:

@@ -1,4 +1,4 @@
-"""Ends of every kind in one process: made, used and closed by the tests of limits and of forks.
+"""Ends of every kind in one process: made, used and closed by the tests of forks.
 
 A scene appends its ends to a list as they are made, so that the list can be closed whatever goes wrong.
 """
@@ -7,26 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
-import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
-
-from members import meet
 
 import aioshm.blocking
 import aioshm.queue.groups.factory
 import aioshm.queue.local.overflow_sockets
 import aioshm.queue.remote.readers
 import aioshm.queue.remote.source  # not when there is no descriptor left to read the file
-from aioshm import LimitReached, MessageQueue, Options, QueueRestarted, merge
+from aioshm import MessageQueue, Options
 from aioshm.engine import (
     CoreEngine,
     CoreEngineProcManager,
-    DPCoordinator,
     EngineClient,
     EngineStartupCoordinator,
     EngineZmqAddresses,
@@ -50,26 +44,12 @@ THREADS = ThreadPoolExecutor(2)
 """For blocking calls."""
 
 
-async def warm_up() -> None:
-    """Start the threads for blocking calls."""
-    both = threading.Barrier(2)
-    await together(in_thread(both.wait), in_thread(both.wait))
-
-
 async def in_thread(call: Callable[..., Any], *arguments: Any) -> Any:
     """Run a call in a thread; poll for its end, as a forked child may have taken the loop's wake-ups away."""
     done = THREADS.submit(call, *arguments)
     while not done.done():
         await asyncio.sleep(0.002)
     return done.result()
-
-
-async def together(*calls: Awaitable[Any]) -> None:
-    """Wait for all calls; raise the error of one, rather that of a limit."""
-    done = await asyncio.gather(*calls, return_exceptions=True)
-    errors = [each for each in done if isinstance(each, BaseException)]
-    if errors:
-        raise min(errors, key=lambda error: not isinstance(error, LimitReached))
 
 
 async def close(ends: list[Any]) -> None:
@@ -86,19 +66,13 @@ async def close(ends: list[Any]) -> None:
 class Scene:
     """Ends of one kind."""
 
-    goes_on = False
-    """Whether the same ends can be used again after an error."""
-
-    starts_processes = False
-    """These may lack descriptors, too, and take a second."""
-
     async def make(self, ends: list[Any], within_s: float) -> None: ...
 
     async def use(self, ends: list[Any], within_s: float) -> None:
         raise NotImplementedError
 
 
-def new_writer(api: Any, remote: bool, overflow: Any = "segments", **named: Any) -> Any:
+def new_writer(api: Any, remote: bool, overflow: Any = "segments") -> Any:
     return api(
         1,
         0 if remote else 1,
@@ -107,14 +81,11 @@ def new_writer(api: Any, remote: bool, overflow: Any = "segments", **named: Any)
         slots=4,
         connect_ip="127.0.0.1",
         options=Options(remote_timeout=4.0, overflow=overflow),
-        **named,
     )
 
 
 class Queue(Scene):
     """A writer and its reader."""
-
-    goes_on = True
 
     def __init__(self, *, remote: bool = False, overflow: str = "segments") -> None:
         self.remote = remote
@@ -125,7 +96,7 @@ class Queue(Scene):
         ends.append(writer)
         reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
         ends.append(reader)
-        await together(writer.wait_until_ready(within_s), reader.wait_until_ready(within_s))
+        await asyncio.gather(writer.wait_until_ready(within_s), reader.wait_until_ready(within_s))
 
     async def use(self, ends: list[Any], within_s: float) -> None:
         writer, reader = ends
@@ -139,8 +110,6 @@ class Queue(Scene):
 class BlockingQueue(Scene):
     """The same for threads."""
 
-    goes_on = True
-
     def __init__(self, *, remote: bool = False) -> None:
         self.remote = remote
 
@@ -150,7 +119,7 @@ class BlockingQueue(Scene):
             ends.append(aioshm.blocking.MessageQueue.create_from_handle(ends[0].export_handle(), 0))
 
         await in_thread(make)
-        await together(*(in_thread(end.wait_until_ready, within_s) for end in ends))
+        await asyncio.gather(*(in_thread(end.wait_until_ready, within_s) for end in ends))
 
     async def use(self, ends: list[Any], within_s: float) -> None:
         writer, reader = ends
@@ -158,97 +127,11 @@ class BlockingQueue(Scene):
             await in_thread(reader.dequeue, within_s)
         received: list[Any] = []
         for message in MESSAGES:
-            await together(
+            await asyncio.gather(
                 in_thread(writer.enqueue, message, within_s),
                 in_thread(lambda: received.append(reader.dequeue(within_s))),
             )
         assert received == [*MESSAGES]
-
-
-class Merge(Scene):
-    """Two local readers and a remote one, read together."""
-
-    async def make(self, ends: list[Any], within_s: float) -> None:
-        for remote in (False, False, True):
-            writer = new_writer(MessageQueue, remote)
-            ends.append(writer)
-            # After that time a remote one tells why it has no connection.
-            options = Options(remote_timeout=within_s)
-            ends.append(MessageQueue.create_from_handle(writer.export_handle(), 0, options=options))
-
-    async def use(self, ends: list[Any], within_s: float) -> None:
-        await together(self.receive(ends[1::2], within_s), *(self.send(writer, within_s) for writer in ends[::2]))
-
-    async def send(self, writer: MessageQueue, within_s: float) -> None:
-        for number in range(2):
-            await writer.enqueue(number, 2 * within_s)
-
-    async def receive(self, readers: list[MessageQueue], within_s: float) -> None:
-        received = []
-        async with merge(dict(enumerate(readers))) as merged, asyncio.timeout(3 * within_s):
-            async for item in merged:
-                received.append(item)
-                if len(received) == 2 * len(readers):
-                    break
-        assert sorted(received) == [(rank, number) for rank in range(len(readers)) for number in range(2)]
-
-
-class Group(Scene):
-    """A queue between the two ranks of a process group."""
-
-    async def use(self, ends: list[Any], within_s: float) -> None:
-        await together(*(self.be_rank(member, within_s) for member in meet(2, timeout=3 * within_s)))
-
-    async def be_rank(self, member: Any, within_s: float) -> None:
-        async with await MessageQueue.create_from_process_group(member, 4096, 4, blocking=False) as queue:
-            await queue.wait_until_ready(within_s)
-            if member.rank == 0:
-                await queue.enqueue("text", within_s)
-            else:
-                assert await queue.dequeue(within_s) == "text"
-
-
-class ComeBack(Scene):
-    """Two writers of one name, or of one identity, one after the other, and the reader that goes on."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    async def use(self, ends: list[Any], within_s: float) -> None:
-        name = f"again-{os.getpid()}"
-        identity = str(Path(tempfile.gettempdir(), name))
-        remote = self.kind == "identity"
-
-        async def write(message: str) -> None:
-            named = {"identity": identity} if remote else {"name": name}
-            async with new_writer(MessageQueue, remote, **named) as writer:
-                handles.append(writer.export_handle())
-                begun.set()
-                await writer.enqueue(message, within_s)
-
-        async def read() -> None:
-            await asyncio.wait_for(begun.wait(), within_s)
-            if remote:
-                reader = MessageQueue.create_from_handle(handles[0], 0, reconnect=True)
-            else:
-                reader = MessageQueue.attach(name, 0, reconnect=True)
-            ends.append(reader)
-            assert await reader.dequeue(within_s) == "first"
-
-        async def read_on() -> None:
-            try:
-                raise AssertionError(await ends[0].dequeue(within_s))
-            except QueueRestarted:
-                pass
-            assert await ends[0].dequeue(within_s) == "second"
-
-        begun = asyncio.Event()
-        handles: list[Any] = []
-        try:
-            await together(write("first"), read())
-            await together(write("second"), read_on())
-        finally:
-            Path(identity).unlink(missing_ok=True)
 
 
 class Events(Scene):
@@ -340,16 +223,6 @@ class Engine(Scene):
                 assert len([each async for each in ends[0].submit({"request_id": name})]) == 1
 
 
-class Coordinator(Scene):
-    starts_processes = True
-
-    async def make(self, ends: list[Any], within_s: float) -> None:
-        ends.append(await DPCoordinator.start(1, timeout=5 * within_s))
-
-    async def use(self, ends: list[Any], within_s: float) -> None:
-        assert ends[0].get_stats_publish_address()
-
-
 def sleep(**_: Any) -> None:
     time.sleep(60)
 
@@ -364,8 +237,6 @@ class Worker:
 
 class Workers(Scene):
     """A worker group, and engine processes."""
-
-    starts_processes = True
 
     async def make(self, ends: list[Any], within_s: float) -> None:
         group = WorkerGroup(Worker, 1, ready_timeout=5 * within_s, shutdown_timeout=5, max_chunk_bytes=4096)
@@ -384,13 +255,8 @@ SCENES: dict[str, Scene] = {
     "remote": Queue(remote=True),
     "blocking-local": BlockingQueue(),
     "blocking-remote": BlockingQueue(remote=True),
-    "merge": Merge(),
-    "group": Group(),
-    "name": ComeBack("name"),
-    "identity": ComeBack("identity"),
     "events": Events(ZmqEventPublisher),
     "threaded-events": Events(ThreadedEventPublisher),
     "engine": Engine(),
-    "coordinator": Coordinator(),
     "workers": Workers(),
 }

@@ -13,7 +13,7 @@ from support import HELPERS
 
 LOOPS = ("asyncio", "uvloop")
 HOW = ("exit", "aclose", "del", "inside", "exit-mp", "aclose-mp")
-KINDS = [kind for kind in SCENES if kind not in ("merge", "group", "name", "identity", "coordinator")]
+KINDS = list(SCENES)
 PATHS = ":".join(map(str, (HELPERS.parents[1], HELPERS.parent, HELPERS)))
 
 

@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 
@@ -17,11 +13,3 @@ def long_respite(monkeypatch: pytest.MonkeyPatch) -> None:
 def short_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let remote readers close soon where the test's writer does not run, and so does not answer their goodbyes."""
     monkeypatch.setattr("aioshm.queue.remote.link.GOODBYE_S", 0.1)
-
-
-@pytest.fixture
-def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Give a directory whose path is short enough for sockets, which those named after tests need not be."""
-    path = tmp_path_factory.mktemp("s")
-    yield path
-    shutil.rmtree(path)

@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rings import NewRing, answer, content, fds, look, put
@@ -129,26 +128,6 @@ class TestClosing:
         with pytest.warns(ResourceWarning, match="was not closed"):
             pickle.loads(pickle.dumps(ring))
         assert fds() == before
-
-
-class TestArguments:
-    @pytest.mark.parametrize("name", ["n_reader", "max_chunk_bytes", "max_chunks", "slots", "inline_bytes"])
-    @pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (1.0, TypeError), (True, TypeError)])
-    def test_sizes(self, name: str, value: object, error: type[Exception]) -> None:
-        sizes: dict[str, Any] = {"n_reader": 1, "max_chunk_bytes": 1, "max_chunks": 1, name: value}
-        with pytest.raises(error, match=f"{name} must be .* not {value!r}"):
-            ShmRingBuffer(**sizes)
-
-    def test_backing(self) -> None:
-        with pytest.raises(ValueError, match=r"backing must be .* not 'disk'"):
-            ShmRingBuffer(1, 1, 1, backing="disk").close()  # type: ignore[arg-type]
-
-    @pytest.mark.parametrize("index", [3, -1])
-    def test_slots_and_readers(self, new_ring: NewRing, index: int) -> None:
-        ring = new_ring(inline_bytes=0)
-        for use in (ring.chunk, ring.room, ring.flags, ring.reader):
-            with pytest.raises(ValueError, match=f"{index}"):
-                use(index)
 
 
 class TestPrefault:

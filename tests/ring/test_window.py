@@ -18,56 +18,10 @@ import pytest
 from rings import content, fds
 from windowed import KEEP, NEW, OLD, Keep, address_of, as_tensor, mappings, permissions, put
 
-from aioshm.config import Backing
 from aioshm.errors import HandleError, SharedMemoryError
 from aioshm.ring import ShmRingBuffer, mapping, window
 from aioshm.ring.layout import Layout
 from aioshm.ring.window import Windows
-
-SHAPES = {
-    "tiny": (64, 50),
-    "uneven": (10_001, 4),
-    "a byte": (1, 3),
-}
-
-
-@pytest.fixture(params=["memfd", "named"])
-def backing(request: pytest.FixtureRequest) -> Backing:
-    return request.param
-
-
-@pytest.mark.parametrize(("chunk_bytes", "chunks"), SHAPES.values(), ids=SHAPES.keys())
-class TestShows:
-    def test_each_slots_own_bytes(self, backing: Backing, chunk_bytes: int, chunks: int) -> None:
-        ring = ShmRingBuffer(3, chunk_bytes, chunks, slots=chunks, inline_bytes=0, backing=backing)
-        windows = Windows(ring.fd, ring.layout)
-        messages = [content(index, max(chunk_bytes, 8))[:chunk_bytes] for index in range(chunks)]
-        for index, message in enumerate(messages):
-            put(ring, index, message)
-        for index, message in enumerate(messages):
-            view = windows.view(index, len(message))
-            assert (bytes(view), view.readonly, view.contiguous, view.format) == (message, True, True, "B")
-            assert [len(windows.view(index, nbytes)) for nbytes in (0, chunk_bytes)] == [0, chunk_bytes]
-        del view
-        windows.close()
-        ring.close()
-
-    def test_what_is_kept_stays_while_neighbours_change(self, exchange: None, chunk_bytes: int, chunks: int) -> None:
-        ring = ShmRingBuffer(3, chunk_bytes, chunks, slots=chunks, inline_bytes=0)
-        windows = Windows(ring.fd, ring.layout)
-        kept = []
-        for index in range(chunks):
-            put(ring, index, bytes([index + 1]) * chunk_bytes)
-        for index in range(chunks):
-            kept.append(windows.view(index, chunk_bytes))
-            assert windows.settle(index, chunk_bytes)
-            put(ring, index, b"\xff" * chunk_bytes)
-        assert [bytes(view) for view in kept] == [bytes([index + 1]) * chunk_bytes for index in range(chunks)]
-        for index in range(chunks):
-            assert bytes(windows.view(index, chunk_bytes)) == b"\xff" * chunk_bytes
-        windows.close()
-        assert [bytes(view) for view in kept] == [bytes([index + 1]) * chunk_bytes for index in range(chunks)]
-        ring.close()
 
 
 class TestNotKept:
@@ -85,20 +39,6 @@ class TestNotKept:
         assert len(addresses) == 1
         assert mappings(ring) == 2
 
-    def test_what_is_written_through_it_is_private(self, ring: ShmRingBuffer, windows: Windows) -> None:
-        assert permissions(address_of(memoryview(ring.view))) == "rw-s"
-        nbytes = put(ring, 0, content(1, 9000))
-        view = windows.view(0, nbytes)
-        assert view.readonly
-        address = address_of(view)
-        assert permissions(address) == "rw-p"
-        ctypes.memset(address, 0, nbytes)
-        assert bytes(view) == bytes(nbytes)
-        assert bytes(ring.chunk(0)[:nbytes]) == content(1, 9000)
-        del view
-        assert not windows.settle(0, nbytes)
-        assert bytes(windows.view(0, nbytes)) == content(1, 9000), "another window"
-
     @pytest.mark.parametrize("install", [sys.settrace, sys.setprofile])
     def test_is_known_under_a_tracer(self, windows: Windows, install: Callable[[Any], None]) -> None:
         before = sys.gettrace() if install is sys.settrace else sys.getprofile()
@@ -115,32 +55,6 @@ class TestNotKept:
             del view
         finally:
             install(before)
-
-
-class TestLeaks:
-    def test_no_mapping_and_no_descriptor_in_many_leases(self) -> None:
-        ring = ShmRingBuffer(1, 100, 40, slots=40, inline_bytes=0)
-        before = fds()
-        windows = Windows(ring.fd, ring.layout)
-        maps = len(Path("/proc/self/maps").read_text().splitlines())
-        kept: list[Any] = []
-        for number in range(2000):
-            index = number % 40
-            view = windows.view(index, 64)
-            if number % 7 == 0:
-                kept.append(np.frombuffer(view, np.uint8))
-            if len(kept) > 5:
-                kept.pop(0)
-            del view
-            windows.settle(index, 64)
-        assert len(before) < len(fds()) <= len(before) + 2, "one more where a page fault made it ask for the pagemap"
-        assert mappings(ring) <= 41
-        assert len(Path("/proc/self/maps").read_text().splitlines()) <= maps + 60
-        kept.clear()
-        windows.close()
-        assert mappings(ring) == 1
-        assert fds() == before
-        ring.close()
 
 
 class TestClose:

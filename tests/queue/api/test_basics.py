@@ -20,8 +20,6 @@ from aioshm import (
     MessageQueue,
     MessageTooLarge,
     QueueCancelled,
-    QueueEmpty,
-    QueueFull,
     RoleError,
 )
 from aioshm.queue.state import YIELD_AFTER_MESSAGES
@@ -102,48 +100,6 @@ async def test_ways_out_of_waiting(receive: Callable[..., Any], n_local: int, n_
         assert await receive(reader, timeout=0, cancel=cancel) == ["there"]
 
 
-async def test_timeout_and_nowait() -> None:
-    async with attached() as (writer, (reader,)):
-        with pytest.raises(QueueEmpty):
-            reader.dequeue_nowait()
-        for number in range(4):
-            writer.enqueue_nowait(number)
-        with pytest.raises(QueueFull, match="rank 0"):
-            writer.enqueue_nowait(4)
-        with pytest.raises(TimeoutError, match="rank 0"):
-            await writer.enqueue(4, 0.05)
-        assert [reader.dequeue_nowait() for _ in range(4)] == [0, 1, 2, 3]
-        await writer.enqueue(5, 0)
-        assert await reader.dequeue(0) == 5
-
-
-@pytest.mark.parametrize(("n_local", "n_remote"), [(1, 0), (1, 2)])
-async def test_everything_sent_survives_the_writers_close(n_local: int, n_remote: int) -> None:
-    async with ready_ends(n_local, n_remote) as (writer, readers):
-        sent = [b"small", b"L" * 3_000_000, b"M" * 2_000_000, b"end"]
-        for obj in sent:
-            await writer.enqueue(obj)
-        await writer.aclose()
-        for reader in readers:
-            assert [obj async for obj in reader] == sent
-
-
-@pytest.mark.parametrize(("n_local", "n_remote"), [(2, 0), (1, 1)])
-async def test_raw_slots(n_local: int, n_remote: int) -> None:
-    async with ready_ends(n_local, n_remote, chunk=1000) as (writer, readers):
-        async with writer.acquire_write(1) as buffer:
-            assert len(buffer) == 1000
-            buffer[:] = b"z" * 1000
-        for reader in readers:
-            async with reader.acquire_read(5) as view:
-                assert view.readonly
-                assert view == b"z" * 1000
-        async with writer.acquire_write(1) as buffer:
-            buffer[:3] = b"abc"
-        for reader in readers:
-            assert bytes(await reader.dequeue(5))[:3] == b"abc"
-
-
 @pytest.mark.parametrize(("n_local", "n_remote"), [(1, 0), (1, 1)])
 async def test_a_failed_raw_write_sends_nothing_and_a_failed_raw_read_releases(n_local: int, n_remote: int) -> None:
     async with ready_ends(n_local, n_remote, codec="raw") as (writer, readers):
@@ -172,15 +128,6 @@ async def test_a_view_kept_beyond_its_block_is_refused(n_local: int, n_remote: i
             pass
         with pytest.raises(ValueError, match="released"):
             view[0]
-
-
-@pytest.mark.parametrize(("n_local", "n_remote"), [(2, 0), (1, 2)])
-async def test_broadcast_object(n_local: int, n_remote: int) -> None:
-    async with ready_ends(n_local, n_remote) as (writer, readers):
-        results = await asyncio.gather(
-            writer.broadcast_object({"k": [1]}), *(reader.broadcast_object() for reader in readers)
-        )
-        assert results == [{"k": [1]}] * (1 + n_local + n_remote)
 
 
 @EITHER_PLACE
@@ -270,16 +217,6 @@ async def test_sending_implies_waiting_until_ready(receive: Callable[..., Any]) 
             reader.dequeue_nowait()
         _, received = await asyncio.gather(writer.enqueue_many(["hello"], 5), receive(reader, timeout=5))
         assert received == ["hello"]
-
-
-@EITHER_PLACE
-async def test_waiting_consumers_are_served_first_come_first(n_local: int, n_remote: int) -> None:
-    async with ready_ends(n_local, n_remote) as (writer, (reader,)):
-        consumers = [asyncio.ensure_future(reader.dequeue()) for _ in range(5)]
-        await asyncio.sleep(0.01)
-        for number in range(5):
-            await writer.enqueue(number)
-        assert await asyncio.gather(*consumers) == [0, 1, 2, 3, 4]
 
 
 @EITHER_PLACE

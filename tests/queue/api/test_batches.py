@@ -42,20 +42,6 @@ async def _drain(reader: MessageQueue, count: int, most: int = 100) -> list[Any]
     return received
 
 
-@pytest.mark.parametrize("codec", ["pickle", "msgpack", "raw"])
-async def test_batches_arrive_in_order(codec: str) -> None:
-    async with attached(2, codec=codec, chunks=16) as (writer, readers):
-        sent = [b"%d" % number for number in range(16 * 20)]
-
-        async def send() -> None:
-            for start in range(0, len(sent), 16):
-                await writer.enqueue_many(sent[start : start + 16], 10)
-
-        _, *received = await asyncio.gather(send(), *(_drain(reader, len(sent), 7) for reader in readers))
-        assert received == [sent] * 2
-        assert writer.stats().messages == readers[0].stats().messages == len(sent)
-
-
 async def test_batches_and_single_messages_mix() -> None:
     rng = random.Random(1)
     async with attached(2, chunks=6) as (writer, readers):
@@ -127,18 +113,6 @@ async def test_batches_of_every_kind_of_message(chunk: int) -> None:
         assert bool(writer.stats().overflows) == (chunk == CHUNK)
 
 
-async def test_a_raw_slot_in_the_middle_of_a_batch_that_is_received() -> None:
-    async with attached(1, chunks=8) as (writer, (reader,)):
-        await writer.enqueue_many(["a", "b"])
-        async with writer.acquire_write() as chunk:
-            chunk[:3] = b"raw"
-        await writer.enqueue_many(["c", "d"])
-        assert await reader.dequeue_many(10, 5) == ["a", "b"]
-        (raw,) = await reader.dequeue_many(10, 5)
-        assert raw[:3] == b"raw"
-        assert await reader.dequeue_many(10, 5) == ["c", "d"]
-
-
 @pytest.mark.parametrize("bad", [0, 1, 3])
 async def test_what_cannot_be_encoded_keeps_the_whole_batch_back(bad: int) -> None:
     async with attached(1, chunks=8) as (writer, (reader,)):
@@ -176,18 +150,6 @@ async def test_an_empty_batch_is_none() -> None:
         await writer.enqueue_many(iter(()), 0)  # although the ring is full
         assert writer.stats().messages == 4
         assert await reader.dequeue_many(9, 5) == [0, 1, 2, 3]
-
-
-async def test_later_senders_queue_up_behind_a_waiting_batch() -> None:
-    async with attached(1, chunks=4) as (writer, (reader,)):
-        await writer.enqueue_many(range(2))
-        batch = asyncio.ensure_future(writer.enqueue_many([2, 3, 4, 5]))
-        await asyncio.sleep(0)
-        single = asyncio.ensure_future(writer.enqueue(6))  # there would be room for it
-        await asyncio.sleep(0)
-        assert writer.stats().messages == 2
-        assert [await reader.dequeue(5) for _ in range(7)] == list(range(7))
-        await asyncio.gather(batch, single)
 
 
 async def test_a_batch_larger_than_the_ring_stops_after_whole_parts() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +10,7 @@ import msgspec
 import pytest
 from pairs import attached
 
-from aioshm import CodecError, HandleError, MessageQueue, blocking
+from aioshm import CodecError, HandleError, MessageQueue
 from aioshm.codec import MsgpackCodec, register_codec, registry
 from aioshm.errors import RoleError
 
@@ -43,42 +41,6 @@ def reversed_codec() -> Iterator[None]:
     register_codec("reversed", Reversed)
     yield
     del registry._factories["reversed"], registry._codes["reversed"]
-
-
-def _received_elsewhere(handle: str, codec: Any, register: bool, pipe: Any) -> None:
-    """Read a queue to its end and return everything; runs in a process of its own."""
-    if register:
-        register_codec("reversed", Reversed)
-    with blocking.MessageQueue.create_from_handle(handle, 0, codec=codec) as reader:
-        pipe.send_bytes(pickle.dumps(list(reader)))  # multiprocessing would hand over descriptors for tensors
-
-
-async def _through_a_process(codec: Any, at_reader: Any, sent: list[Any], *, register: bool = False) -> list[Any]:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    async with MessageQueue(1, 1, max_chunk_bytes=65536, codec=codec) as writer:
-        handle = writer.export_handle().to_json()
-        process = context.Process(target=_received_elsewhere, args=(handle, at_reader, register, there))
-        process.start()
-        try:
-            await writer.wait_until_ready(30)
-            for obj in sent:
-                await writer.enqueue(obj, 10)
-        finally:
-            await writer.aclose()
-        received: list[Any] = pickle.loads(await asyncio.to_thread(here.recv_bytes))
-    process.join(20)
-    assert process.exitcode == 0
-    here.close()
-    there.close()
-    process.close()
-    return received
-
-
-@pytest.mark.slow
-async def test_a_third_party_codec_in_another_process(reversed_codec: None) -> None:
-    sent = [b"", b"abc", bytes(range(256)) * 1000]
-    assert await _through_a_process("reversed", None, sent, register=True) == sent
 
 
 async def test_typed_msgpack() -> None:

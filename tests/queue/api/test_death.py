@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import time
 from contextlib import AsyncExitStack, suppress
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from children import Child, child
-from pairs import attached
 from remotes import ready_ends, wide_writer
 from support import eventually, until
 
@@ -103,17 +101,6 @@ async def test_an_evicted_reader_holds_nobody_up(
             await survivor.says("100 then closed")
     assert f"reader 1 (pid {victim.pid}" in caplog.text
     assert "died and was evicted" in caplog.text
-
-
-@pytest.mark.parametrize("n_remote", [0, 1])
-async def test_writer_whose_every_reader_was_evicted_is_told(n_remote: int) -> None:
-    async with wide_writer(1 - n_remote, n_remote, remote_timeout=0.8, on_reader_death="evict") as writer:
-        async with child("idle", writer.export_handle().to_json(), "0") as victim:
-            await writer.wait_until_ready(20)
-            victim.signal(signal.SIGKILL)
-            with pytest.raises(QueueClosed, match="every reader has left"):
-                while True:
-                    await writer.enqueue("x", 5)
 
 
 @pytest.mark.parametrize(("n_local", "n_remote"), [(2, 0), (1, 2)])
@@ -230,6 +217,7 @@ async def test_a_stopped_writer_is_reported_and_an_idle_one_is_not(caplog: pytes
             writer.signal(signal.SIGCONT)
 
 
+@pytest.mark.one_loop
 @pytest.mark.parametrize("backing", [pytest.param("memfd", marks=pytest.mark.slow), "named"])
 async def test_killing_the_whole_tree_leaves_nothing(backing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHM_BACKING", backing)
@@ -269,22 +257,3 @@ def _start(path: Path) -> bytes:
             return file.read(PREAMBLE.size)
     except FileNotFoundError:  # gone in the meantime
         return b""
-
-
-async def test_socket_files_of_killed_writers_are_swept(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = base / "run"
-    monkeypatch.setenv("AIOSHM_LIFELINE", "directory")
-    monkeypatch.setenv("AIOSHM_OVERFLOW", "zmq")
-    monkeypatch.setenv("AIOSHM_RUNTIME_DIR", str(directory))
-    async with child("write", "0", "0") as writer:
-        await writer.says("{")
-        assert sorted(path.suffix for path in directory.iterdir()) == [".lifeline", ".overflow"]
-        writer.signal(signal.SIGKILL)
-        await writer.end()
-    for path in directory.iterdir():
-        os.utime(path, (0, 0), follow_symlinks=False)
-    async with attached(1, lifeline="directory", runtime_dir=str(directory)) as (fresh, (reader,)):
-        assert len(list(directory.iterdir())) == 1, "the new queue's socket, and no others"
-        await fresh.enqueue(b"o" * 10_000)
-        assert await reader.dequeue(5) == b"o" * 10_000
-    assert list(directory.iterdir()) == []

@@ -89,17 +89,3 @@ async def test_so_does_a_merge(handed_on: list[str], clock: Callable[[int], None
                     newcomer = MessageQueue.create_from_handle(writer.export_handle())
                     await newcomer.wait_until_ready(20)
         await newcomer.aclose()
-
-
-async def test_an_end_that_was_closed_meanwhile_does_nothing(
-    handed_on: list[str], clock: Callable[[int], None]
-) -> None:
-    async with attached(1, **ONE_MORE_PLACE) as (writer, (reader,)):
-        clock(0)  # time stands still
-        states = writer.end.state, reader.end.state
-        for state in states:
-            state.give_way()
-        assert len(handed_on) == 2
-    for state in states:
-        state.give_way()
-    assert len(handed_on) == 2

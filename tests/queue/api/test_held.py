@@ -13,11 +13,11 @@ import pytest
 from children import child
 from nursery import nursery, runs_of
 from pairs import EITHER_PLACE
-from remotes import ready_ends, wide_writer
+from remotes import wide_writer
 from replacing import becomes, bereaved, joined, received
 from support import cancelled_after, until
 
-from aioshm import EndClosed, MessageQueue, Options, PeerClosed, QueueFull, ReaderDied, ReaderJoined
+from aioshm import EndClosed, MessageQueue, Options, QueueFull, ReaderDied, ReaderJoined
 from aioshm.queue.local import readers as local_readers
 
 
@@ -29,7 +29,7 @@ def check(lines: list[tuple[int, int]], kills: int, sent: int) -> None:
     assert len(in_hands) <= kills, f"at most one each of {kills}: {sorted(in_hands)}"
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [5, pytest.param(150, marks=pytest.mark.slow)])
 async def test_killed_under_traffic_and_replaced(kills: int, tmp_path: Path) -> None:
     chance, sent, done = random.Random(kills), 0, False
     options = Options(on_reader_death="hold")
@@ -141,15 +141,6 @@ async def test_an_heir_that_goes_before_it_has_anything_leaves_it_held(n_local: 
             await becomes(writer, 1, "held")
         async with joined(writer, 1) as heir:
             assert await heir.dequeue(20) == "kept"
-
-
-@EITHER_PLACE
-async def test_one_that_leaves_holds_nothing(n_local: int, n_remote: int) -> None:
-    async with ready_ends(n_local, n_remote, on_reader_death="hold") as (writer, (reader,)):
-        await reader.aclose()
-        await becomes(writer, 0, "left")
-        with pytest.raises(PeerClosed, match="every reader has left"):
-            await writer.enqueue("x", 20)
 
 
 class TestClosing:

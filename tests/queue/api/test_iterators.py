@@ -7,8 +7,8 @@ from collections.abc import AsyncIterable, Callable
 from typing import Any
 
 import pytest
-from iterating import EACH_WAY, END, Way
-from pairs import EITHER_PLACE, attached
+from iterating import EACH_WAY, END, WAYS, Way
+from pairs import attached
 from remotes import ready_ends
 
 from aioshm import MessageQueue, Options, ReaderJoined, ReaderLeft, merge
@@ -20,9 +20,12 @@ NEW: dict[str, Callable[[MessageQueue[Any]], AsyncIterable[Any]]] = {
 }
 
 
-@EACH_WAY
-@EITHER_PLACE
-@pytest.mark.parametrize("kind", list(NEW))
+@pytest.mark.parametrize(
+    ("kind", "n_local", "n_remote", "way"),
+    [(kind, 1, 0, way) for kind in NEW for way in WAYS]
+    + [(kind, 0, 1, way) for kind, way in zip(NEW, WAYS, strict=False)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 async def test_iterator_taken_by_a_builtin_gives_each_message_and_the_end(
     kind: str, n_local: int, n_remote: int, way: Way
 ) -> None:

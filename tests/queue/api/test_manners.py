@@ -6,7 +6,6 @@ import asyncio
 import copy
 import os
 import pickle
-import platform
 import re
 import signal
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 from children import child
-from faces import Thread, reading
 from pairs import EITHER_PLACE
 from remotes import ready_ends, wide_writer
 from support import until
@@ -49,15 +47,6 @@ class TestBothEndsInOneTask:
                     await second.dequeue(20)
             await writer.enqueue("hello", 20)
             assert await reader.dequeue(20) == "hello"
-
-    @EITHER_PLACE
-    async def test_a_closed_end_may_be_entered(self, n_local: int, n_remote: int) -> None:
-        async with wide_writer(n_local, n_remote) as writer:
-            reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
-            await reader.aclose()
-            async with reader:
-                assert "closed" in repr(reader)
-            await asyncio.sleep(0)
 
 
 class TestAWriterThatWasClosed:
@@ -100,32 +89,6 @@ class TestAWriterThatWasClosed:
         async with MessageQueue.create_from_handle(handle, 0) as reader:
             with pytest.raises(HandleError, match="is the writer gone"):
                 await reader.dequeue(20)
-
-    async def test_is_gone_for_a_reader_that_comes_later(self) -> None:
-        async with wide_writer(1, 0) as writer:
-            handle = writer.export_handle()
-        with pytest.raises(HandleError, match="the queue's writer is gone"):
-            MessageQueue.create_from_handle(handle, 0)
-
-
-class TestMineAndTheOthers:
-    """ "I closed it" and "the other side has finished" are two errors, and both are `QueueClosed`."""
-
-    @EITHER_PLACE
-    async def test_on_the_async_face(self, n_local: int, n_remote: int) -> None:
-        async with ready_ends(n_local, n_remote) as (writer, (reader,)):
-            await writer.enqueue("last")
-            closing = asyncio.ensure_future(writer.aclose())
-            assert await reader.dequeue(20) == "last"
-            for call in (lambda: reader.dequeue(20), lambda: reader.dequeue_many(2, 20)):
-                with pytest.raises(PeerClosed, match="the writer has closed the queue"):
-                    await call()
-            await closing
-            with pytest.raises(EndClosed, match="this end was closed"):
-                await writer.enqueue("more")
-            await reader.aclose()
-            with pytest.raises(EndClosed, match="this end was closed"):
-                await reader.dequeue()
 
 
 class TestAQueueInsteadOfItsHandle:
@@ -178,34 +141,3 @@ class TestARankThatIsTaken:
                     assert f"by pid {first.pid}, which does not live any more (gone)" in await self.refusal(handle)
                 finally:
                     os.kill(heir, signal.SIGKILL)
-
-    async def test_by_a_remote_reader(self) -> None:
-        async with ready_ends(0, 2) as (writer, (reader, _)):
-            handle = writer.export_handle()
-            assert f"is taken by pid {os.getpid()} on {platform.node()}, which lives, or did 0." in await self.refusal(
-                handle
-            )
-            await reader.aclose()
-            await until(lambda: writer.stats().readers == 1, "its goodbye")
-            async with MessageQueue.create_from_handle(handle, 0) as next_one:
-                await next_one.wait_until_ready(20)
-
-
-class TestAnotherThread:
-    async def test_an_end_of_a_loop_is_used_by_run_coroutine_threadsafe(self) -> None:
-        async with ready_ends(1, 0) as (writer, (reader,)):
-            loop = asyncio.get_running_loop()
-            sending = asyncio.to_thread(
-                lambda: asyncio.run_coroutine_threadsafe(writer.enqueue("from a thread"), loop).result(20)
-            )
-            assert await asyncio.gather(reader.dequeue(20), sending) == ["from a thread", None]
-
-    def test_a_blocking_end_is_used_by_two_at_once(self) -> None:
-        """Without being asked for: their calls take turns, and what one of them waits for does not mix the messages."""
-        with reading(lambda reader: list(reader), chunks=8) as (writer, received):
-            threads = [Thread(lambda name=name: [writer.enqueue((name, n), 20) for n in range(300)]) for name in "ab"]
-            for thread in threads:
-                thread.result()
-            writer.close()
-            messages = received.result()
-        assert [[n for who, n in messages if who == name] for name in "ab"] == [list(range(300))] * 2

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import psutil
 import pytest
 from support import bystander
 
-from aioshm import CodecError, Handle, MessageQueue, Options, QueueCancelled, QueueClosed, RoleError, blocking, merge
+from aioshm import CodecError, Handle, MessageQueue, Options, QueueCancelled, QueueClosed, RoleError, blocking
 from aioshm.queue.state import YIELD_AFTER_MESSAGES
 
 SIZES: dict[str, Any] = {"max_chunk_bytes": 4096, "max_chunks": 4, "slots": 4}
@@ -44,15 +42,6 @@ class TestAQueueWithoutReaders:
                 await writer.enqueue(number)
             assert other.turns >= 10_000 // YIELD_AFTER_MESSAGES
 
-    async def test_takes_no_memory_for_what_nobody_reads(self) -> None:
-        message = bytes(1_000_000)
-        async with MessageQueue(0, 0, max_chunk_bytes=2_000_000, max_chunks=64, slots=64) as writer:
-            await writer.enqueue(message)
-            before = psutil.Process().memory_info().rss
-            for _ in range(128):
-                await writer.enqueue(message)
-            assert psutil.Process().memory_info().rss - before < 32_000_000
-
     async def test_refuses_what_any_queue_refuses(self) -> None:
         async with MessageQueue(0, 0, **SIZES, codec="msgpack") as writer:
             with pytest.raises(CodecError):
@@ -85,15 +74,6 @@ class TestAQueueWithoutReaders:
                 chunk[:2] = b"hi"
             assert writer.broadcast_object("all") == "all"
             assert writer.stats().messages == 3102
-
-
-async def test_nothing_merged_ends_at_once() -> None:
-    merged = merge({})
-    assert [item async for item in merged] == []
-    async with merged:
-        with pytest.raises(StopAsyncIteration):
-            await asyncio.wait_for(anext(merged), 5)
-    assert merged.failed == {}
 
 
 def test_a_cancelled_call_is_a_runtime_error_as_in_vllm() -> None:

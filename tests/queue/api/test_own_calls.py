@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from typing import Any
 
-import pytest
 from pairs import attached
 
-from aioshm import MessageQueue, RoleError
+from aioshm import MessageQueue
 
 
 class Shouting(MessageQueue[Any]):
@@ -33,54 +31,7 @@ async def test_what_a_subclass_has_to_say() -> None:
         assert await reader.broadcast_object() == "OH!"
 
 
-async def test_a_task_that_is_cancelled_before_it_runs_loses_nothing() -> None:
-    async with attached() as (writer, [reader]):
-        sent, received = asyncio.create_task(writer.enqueue("lost")), asyncio.create_task(reader.dequeue())
-        sent.cancel()
-        received.cancel()
-        await asyncio.wait([sent, received])
-        assert sent.cancelled()
-        assert received.cancelled()
-        await asyncio.wait_for(writer.enqueue("kept"), 30)
-        assert await asyncio.wait_for(reader.dequeue(), 30) == "kept"
-
-
-async def test_a_call_that_nobody_awaits_does_nothing_and_is_told_of() -> None:
-    async with attached() as (writer, [reader]):
-        with pytest.warns(RuntimeWarning, match="enqueue' was never awaited"):
-            writer.enqueue("forgotten")
-        await writer.enqueue("awaited")
-        assert await reader.dequeue(timeout=30) == "awaited"
-
-
-async def test_they_are_documented_and_the_wrong_end_has_none() -> None:
-    async with attached() as (writer, [reader]):
-        assert str(inspect.signature(writer.enqueue)).startswith("(obj")
-        assert inspect.signature(reader.dequeue).parameters["cancel"].default is None
-        for own, call in ((writer.enqueue, MessageQueue.enqueue), (reader.dequeue, MessageQueue.dequeue)):
-            assert "Raises:" in (inspect.getdoc(own) or "")
-            assert inspect.getdoc(own) == inspect.getdoc(call)
-        with pytest.raises(RoleError):
-            await reader.enqueue("x")
-        with pytest.raises(RoleError):
-            await writer.dequeue()
-
-
 # Iterating
-
-
-async def test_iterating_receives_what_dequeue_leaves_and_ends_when_the_writer_closes() -> None:
-    async with attached(slots=128) as (writer, [reader]):
-        await writer.enqueue_many(range(100))
-        messages = aiter(reader)
-        for number in range(0, 50, 2):
-            assert [await reader.dequeue(), await anext(messages)] == [number, number + 1]
-        closing = asyncio.create_task(writer.aclose())
-        assert [number async for number in messages] == list(range(50, 100))
-        assert [number async for number in reader] == []
-        with pytest.raises(StopAsyncIteration):
-            await anext(reader)
-        await closing
 
 
 async def test_iterating_over_what_a_subclass_or_an_observer_receives() -> None:

@@ -158,17 +158,6 @@ class TestReplaced:
                 assert await newcomer.dequeue(20) == "x"
 
     @EITHER_PLACE
-    async def test_by_one_that_asks_for_no_rank(self, n_local: int, n_remote: int) -> None:
-        async with ready_ends(3 * n_local, 3 * n_remote) as (writer, (first, second, third)):
-            for rank, leaver in ((2, third), (1, second)):
-                await leaver.aclose()
-                await becomes(writer, rank, "left")
-            async with joined(writer) as newcomer, joined(writer) as another:
-                assert [end.stats().rank for end in (newcomer, another)] == [1, 2]
-                await writer.enqueue("x", 20)
-                assert [await end.dequeue(20) for end in (first, newcomer, another)] == ["x"] * 3
-
-    @EITHER_PLACE
     async def test_cancelled_at_every_turn(self, n_local: int, n_remote: int) -> None:
         """One that gives up leaves the place to the next one, wherever it was."""
         async with ready_ends(n_local, n_remote) as (writer, (reader,)):
@@ -237,29 +226,6 @@ class TestRaise:
             for number in range(9):
                 await writer.enqueue(number, 20)
                 assert [await reader.dequeue(20) for reader in readers] == [number] * len(readers)
-
-    async def test_of_several_each_is_told(self) -> None:
-        async with wide_writer(3, 0) as writer:
-            handle = writer.export_handle()
-            async with MessageQueue.create_from_handle(handle, 0) as patient:
-                async with (
-                    child("idle", handle.to_json(), "1") as first,
-                    child("idle", handle.to_json(), "2") as second,
-                ):
-                    await writer.wait_until_ready(20)
-                    for rank, doomed in ((2, second), (1, first)):
-                        doomed.signal(signal.SIGKILL)
-                        await doomed.end()
-                        await until(lambda rank=rank: writer.readers[rank].state == "died", "death")
-                for rank, left_dead in ((1, second), (2, None)):
-                    with pytest.raises(PeerDied):
-                        await writer.enqueue("x", 20)
-                    writer.dismiss(rank)
-                    if left_dead is not None:
-                        with pytest.raises(PeerDied, match=str(left_dead.pid)):
-                            await writer.enqueue("x", 20)
-                await writer.enqueue("x", 20)
-                assert await patient.dequeue(20) == "x"
 
 
 class TestDismiss:
@@ -376,22 +342,6 @@ class TestMaxReaders:
                 await writer.enqueue(number, 20)
             assert writer.stats().kept == 0
 
-    async def test_before_all_are_ready(self) -> None:
-        async with wide_writer(1, 0, max_readers=2) as writer:
-            waiting = asyncio.ensure_future(writer.wait_until_ready(20))
-            for _ in range(2):
-                async with MessageQueue.create_from_handle(writer.export_handle(), 1):
-                    await becomes(writer, 1, "attached")
-                await becomes(writer, 1, "left")
-            async with MessageQueue.create_from_handle(writer.export_handle(), 1) as extra:
-                await becomes(writer, 1, "attached")
-                assert not waiting.done(), "the other one is waited for"
-                async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-                    await waiting
-                    for number in range(9):
-                        await writer.enqueue(number, 20)
-                        assert await reader.dequeue(20) == await extra.dequeue(20) == number
-
     @pytest.mark.parametrize(("n_reader", "most"), [(2, 1), (0, 1 << 17), (1, -1), (1, "2")])
     async def test_out_of_range(self, n_reader: int, most: Any) -> None:
         with pytest.raises((ValueError, TypeError), match="max_readers"):
@@ -405,8 +355,8 @@ class TestMaxReaders:
 class TestHistory:
     @pytest.mark.parametrize(
         ("n_local", "n_remote", "sent", "wanted", "first"),
-        [(1, 0, 6, wanted, first) for wanted, first in ((0, 6), (1, 5), (3, 3), (100, 2))]
-        + [(0, 1, 9, wanted, first) for wanted, first in ((0, 9), (1, 8), (4, 5), (100, 5))],
+        [(1, 0, 6, wanted, first) for wanted, first in ((0, 6), (3, 3), (100, 2))]
+        + [(0, 1, 9, wanted, first) for wanted, first in ((1, 8), (100, 5))],
     )
     async def test_comes_first(self, n_local: int, n_remote: int, sent: int, wanted: int, first: int) -> None:
         async with ready_ends(n_local, n_remote, max_readers=2, remote_history=4) as (writer, (reader,)):

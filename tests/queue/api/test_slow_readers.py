@@ -17,7 +17,7 @@ from children import child
 from remotes import wide_writer
 from support import until
 
-from aioshm import MessageQueue, MessagesLost, Options, PeerClosed, QueueFull, ReaderEvicted, merge
+from aioshm import MessageQueue, MessagesLost, Options, PeerClosed, QueueFull, ReaderEvicted
 from aioshm.errors import HandleError
 
 pytestmark = pytest.mark.slow_on_uvloop
@@ -72,15 +72,6 @@ class TestSkip:
             assert [(await other.dequeue(20))[0] for _ in range(2)] == [50, 51]
             assert writer.stats().readers == 2
 
-    async def test_the_queue_says_so_for_all_of_its_readers(self) -> None:
-        async with wide_writer(1, 0, chunks=CHUNKS, slow_reader="skip") as writer:
-            async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-                await writer.wait_until_ready(20)
-                for number in range(10):
-                    await writer.enqueue((number, b""), 20)
-                await writer.enqueue_many([(number, b"") for number in range(10, 20)], 20)
-                assert await received(reader, 20) == [(0, 15), 16, 17, 18, 19]
-
     async def test_raw_slots(self) -> None:
         async with wide_writer(1, 0, chunks=CHUNKS, slow_reader="skip") as writer:
             async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
@@ -114,20 +105,6 @@ class TestSkip:
             assert await received(other, 6) == [(0, 1), 2, 3, 4, 5]
             with pytest.raises(PeerClosed):
                 await other.dequeue(20)
-
-    async def test_in_a_merge(self) -> None:
-        async with three_ends("skip") as (writer, patient, other):
-            await publish(writer, patient, range(10))
-            got: list[Any] = []
-            closing = None
-            async for rank, item in merge({7: other}, errors="yield"):
-                got.append((rank, (item.first, item.last) if isinstance(item, MessagesLost) else item[0]))
-                if len(got) == 5:
-                    await publish(writer, patient, range(10, 12))
-                    closing = asyncio.ensure_future(writer.aclose())
-            assert got == [(7, (0, 5)), *((7, number) for number in range(6, 12))]
-            assert closing is not None
-            await closing
 
     async def test_a_reader_that_is_waited_for_is_waited_for(self) -> None:
         async with three_ends("skip") as (writer, patient, other):
@@ -250,7 +227,7 @@ async def test_under_full_traffic_whatever_comes_is_whole(size: int) -> None:
             child("collect", handle.to_json(), "0") as patient,
         ):
             await writer.wait_until_ready(20)
-            end = time.monotonic() + 4
+            end = time.monotonic() + 2
             for number in itertools.count():
                 await writer.enqueue((number, bytes([number % 256]) * (number * 37 % size)), 20)
                 if time.monotonic() > end:

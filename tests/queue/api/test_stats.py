@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from pairs import EITHER_PLACE, attached
+from pairs import EITHER_PLACE
 from remotes import ready_ends, wide_writer
 from support import until
 
@@ -101,17 +101,6 @@ async def test_a_row_for_each_reader() -> None:
         assert msgspec.json.decode(encoded, type=type(stats)) == stats
         await second.aclose()
         await until(lambda: writer.stats().per_reader[1].state == "left")
-
-
-async def test_rates_of_an_end() -> None:
-    async with attached(1, codec="raw", chunks=64) as (writer, (reader,)):
-        for _ in range(50):
-            await writer.enqueue(bytes(100))
-            await reader.dequeue(20)
-        for end in (writer, reader):
-            stats = end.stats()
-            assert stats.messages_per_s > 0
-            assert stats.bytes_per_s == pytest.approx(100 * stats.messages_per_s)
 
 
 async def test_a_newcomers_rate() -> None:

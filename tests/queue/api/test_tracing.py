@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pairs import EITHER_PLACE, attached
 from remotes import ready_ends, wide_writer
 
-from aioshm import MessageQueue, MessagesLost, RoleError, TraceContext, merge
+from aioshm import MessageQueue, MessagesLost, RoleError, TraceContext
 from aioshm.queue.tracing import is_trace, unpack_trace
 from aioshm.ring.layout import TRACE
 
@@ -155,26 +153,6 @@ async def test_a_writer_that_waits_for_room() -> None:
         assert got == dict(enumerate(await asyncio.gather(*sending)))
 
 
-async def test_in_a_loop_and_in_a_merge() -> None:
-    async with attached(1, trace_context=True) as (first, (one,)), attached(1, trace_context=True) as (second, (two,)):
-        spans = {}
-        for rank, writer in enumerate((first, second)):
-            with TRACER.start_as_current_span("merged") as span:
-                await writer.enqueue("x")
-                spans[rank] = said(span)
-        readers = {0: one, 1: two}
-        merged = merge(readers)
-        for _ in range(2):
-            rank, _obj = await anext(merged)
-            assert heard(readers[rank]) == [spans[rank]]
-        await merged.aclose()
-        with TRACER.start_as_current_span("loop") as span:
-            await first.enqueue("y")
-        async for _obj in one:
-            assert heard(one) == [said(span)]
-            break
-
-
 async def test_a_reader_that_skips() -> None:
     writer = wide_writer(1, 0, chunks=4, trace_context=True, slow_reader="skip")
     async with writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
@@ -246,26 +224,3 @@ def test_without_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
     with pytest.raises(ImportError, match=r"pip install 'aioshm\[opentelemetry\]'"):
         make_writer(trace_context=True)
-
-
-async def test_a_consumer_span_is_linked() -> None:
-    """What a user of OpenTelemetry does with it."""
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracer = provider.get_tracer("tests")
-    async with attached(1, trace_context=True) as (writer, (reader,)):
-        with tracer.start_as_current_span("send", kind=trace.SpanKind.PRODUCER):
-            await writer.enqueue("work")
-        await reader.dequeue(20)
-        context = reader.last_trace_context
-        assert context is not None
-        with tracer.start_as_current_span("process", context.context(), trace.SpanKind.CONSUMER):
-            pass
-        with tracer.start_as_current_span("batch", kind=trace.SpanKind.CONSUMER, links=[context.link()]):
-            pass
-    send, process, batch = exporter.get_finished_spans()
-    assert process.parent is not None
-    assert send.context is not None
-    assert process.parent.span_id == send.context.span_id
-    assert batch.links[0].context.span_id == send.context.span_id

@@ -17,7 +17,7 @@ import pytest
 from crowd import Crowd
 from pairs import attached
 
-from aioshm import Handle, MessageQueue, Options
+from aioshm import Handle, MessageQueue
 from aioshm.ring.segment import orphans
 
 READERS = 4
@@ -96,16 +96,6 @@ async def test_a_parking_reader_wakes_for_every_message(wait: str) -> None:
         assert received == list(range(1000))
 
 
-async def test_an_idle_reader_sleeps_once_and_is_not_woken() -> None:
-    async with attached(1) as (writer, (reader,)):
-        receiving = asyncio.ensure_future(reader.dequeue())
-        for _ in range(200):
-            await asyncio.sleep(0.001)
-        assert reader.stats().parks == 1
-        await writer.enqueue("x")
-        assert await receiving == "x"
-
-
 async def test_waiting_over_the_socket_where_there_is_no_eventfd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioshm.lifeline.listener.HAVE_EVENTFD", False)
     async with attached(2, wait="park", chunks=2) as (writer, readers):
@@ -123,18 +113,6 @@ async def test_waiting_over_the_socket_where_there_is_no_eventfd(monkeypatch: py
             await writer.enqueue(number, 5)
         await writer.aclose()
         assert await asyncio.gather(*receiving) == [list(range(1000))] * 2
-
-
-@pytest.mark.parametrize("backing", ["memfd", "named"])
-@pytest.mark.parametrize("lifeline", ["abstract", "directory"])
-async def test_every_backing_and_address(backing: str, lifeline: str, base: Path) -> None:
-    options = Options(backing=backing, lifeline=lifeline, runtime_dir=str(base / "run"))  # type: ignore[arg-type]
-    writer = MessageQueue(1, 1, max_chunk_bytes=4096, options=options)
-    async with writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-        await asyncio.gather(writer.wait_until_ready(5), reader.wait_until_ready(5))
-        for payload in (b"s", b"L" * 100_000):
-            await writer.enqueue(payload)
-            assert await reader.dequeue(5) == payload
 
 
 async def test_a_named_segment_loses_its_name_once_all_have_attached() -> None:

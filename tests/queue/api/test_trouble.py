@@ -6,7 +6,6 @@ import asyncio
 import os
 import pickle
 import random
-import socket
 from typing import Any
 
 import msgspec
@@ -16,7 +15,6 @@ from slots import slot_of
 
 from aioshm import CodecError, CorruptSlot, Handle, HandleError, MessageQueue
 from aioshm.codec.frames import HEADER, pack_header
-from aioshm.lifeline.sockets import sockaddr
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 
 
@@ -132,32 +130,3 @@ async def test_a_handle_that_was_tampered_with_is_refused_by_the_writer_or_the_s
                 await reader.dequeue(5)
         answering.cancel()
         await asyncio.gather(answering, return_exceptions=True)
-
-
-# Strangers
-
-
-async def test_strangers_on_the_lifeline_harm_nobody() -> None:
-    rng = random.Random(6)
-    async with attached(2) as (writer, readers):
-        address = writer.export_handle().lifeline
-        strangers = []
-        for number in range(150):
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            try:
-                sock.connect(sockaddr(address))
-                if number % 3:
-                    sock.send(rng.randbytes(rng.randrange(1, 5000)))
-                if number % 5 == 0:
-                    sock.close()
-            except OSError:
-                pass  # refused, which is fine
-            strangers.append(sock)
-            await writer.enqueue(number, 5)
-            for reader in readers:
-                assert await reader.dequeue(5) == number
-        for sock in strangers:
-            sock.close()
-        await writer.enqueue("still fine", 5)
-        assert [await reader.dequeue(5) for reader in readers] == ["still fine"] * 2

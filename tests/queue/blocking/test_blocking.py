@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 import traceback
 from typing import Any
 
 import numpy as np
 import pytest
-from faces import Thread, child, make_writer, reading
+from faces import child, make_writer, reading
 
 from aioshm import (
-    MessageQueue,
     QueueClosed,
     QueueEmpty,
     QueueFull,
     RoleError,
-    blocking,
 )
-
-
-def _sample(number: int) -> Any:
-    return number, bytes([number % 251]) * (9000 if number % 13 == 5 else number % 60)
 
 
 def test_every_way_to_send_meets_every_way_to_receive() -> None:
@@ -56,47 +48,6 @@ def test_every_way_to_send_meets_every_way_to_receive() -> None:
                 time.sleep(0.001)
         assert thread.result() == [b"one", b"two", b"333", b"444", b"five", b"six"]
         assert writer.stats().messages == 6
-
-
-async def test_an_async_writer_and_a_blocking_reader() -> None:
-    async with MessageQueue(2, 2, max_chunk_bytes=4096, max_chunks=4, slots=4) as writer:
-        handle = writer.export_handle()
-
-        def read() -> list[Any]:
-            with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
-                return list(reader)
-
-        thread = Thread(read)
-        async with MessageQueue.create_from_handle(handle.to_json(), 1) as other:
-
-            async def read_here() -> list[Any]:
-                return [obj async for obj in other]
-
-            here = asyncio.ensure_future(read_here())
-            for number in range(500):
-                await writer.enqueue(_sample(number), 10)
-            await writer.enqueue_many([_sample(number) for number in range(500, 600)], 10)
-            await writer.aclose()
-            assert await here == await asyncio.to_thread(thread.result) == [_sample(n) for n in range(600)]
-
-
-async def test_a_blocking_writer_and_an_async_reader() -> None:
-    handles: list[Any] = []
-    made = threading.Event()
-
-    def write() -> None:
-        with make_writer() as writer:
-            handles.append(writer.export_handle())
-            made.set()
-            for number in range(500):
-                writer.enqueue(_sample(number), 10)
-            writer.enqueue_many((_sample(number) for number in range(500, 600)), 10)
-
-    thread = Thread(write)
-    await asyncio.to_thread(made.wait)
-    async with MessageQueue.create_from_handle(handles[0], 0) as reader:
-        assert [obj async for obj in reader] == [_sample(number) for number in range(600)]
-    await asyncio.to_thread(thread.result)
 
 
 def test_other_processes() -> None:

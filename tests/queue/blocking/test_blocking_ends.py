@@ -7,7 +7,6 @@ import gc
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,22 +168,3 @@ def test_closing() -> None:
     writer.close()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_forty_queues_leak_nothing() -> None:
-    def resources() -> tuple[int, int, int]:
-        gc.collect()
-        maps = Path("/proc/self/maps").read_text().count("memfd:aioshm")
-        return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
-
-    def once() -> None:
-        with reading(list) as (writer, thread):
-            writer.enqueue_many([1, b"x" * 10_000])
-            writer.close()
-            assert thread.result() == [1, b"x" * 10_000]
-
-    once()
-    before = resources()
-    for _ in range(20):
-        once()
-    assert resources() == before

@@ -81,7 +81,7 @@ def interrupter() -> Iterator[Interrupter]:
             signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("how", ["lease", "acquire_read"])
 def test_block_that_reads_and_is_interrupted_at_any_place_loses_nothing(how: str, count: int) -> None:
     with pair(codec="raw", chunks=16) as (writer, reader), interrupter() as interrupt:
@@ -116,7 +116,7 @@ def test_block_that_reads_and_is_interrupted_at_any_place_loses_nothing(how: str
         assert place > 50
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_block_that_writes_and_is_interrupted_at_any_place_sends_all_or_nothing(count: int) -> None:
     with pair(codec="raw", chunks=16) as (writer, reader), interrupter() as interrupt:
         place = 0

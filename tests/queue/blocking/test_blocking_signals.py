@@ -104,23 +104,6 @@ def test_the_writer_is_killed_while_the_reader_waits() -> None:
                 reader.dequeue_nowait()
 
 
-@pytest.mark.parametrize("size", ["100", "9000"])
-def test_the_writer_is_killed_while_it_streams(size: str) -> None:
-    with child("stream", size) as writer:
-        with blocking.MessageQueue.create_from_handle(writer.says('{"type"'), 0) as reader:
-            reader.wait_until_ready(20)
-            received = 0
-            with pytest.raises(PeerDied):
-                while True:
-                    number, payload = reader.dequeue(20)
-                    assert number == received
-                    assert payload == bytes([number % 256]) * int(size)
-                    received += 1
-                    if received == 500:
-                        writer.process.kill()
-            assert received >= 500
-
-
 def test_the_reader_is_killed_while_the_writer_waits() -> None:
     with make_writer() as writer, child("collect", writer.export_handle().to_json()) as reader:
         writer.wait_until_ready(20)

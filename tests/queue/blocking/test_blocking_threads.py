@@ -84,8 +84,9 @@ def test_threads_that_receive_at_once() -> None:
 
 
 @pytest.mark.usefixtures("short_goodbye")
-@pytest.mark.parametrize("remote", [False, True])
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize(
+    ("wait", "remote"), [*((wait, False) for wait in WAITS), *((wait, True) for wait in ("dequeue", "lease"))]
+)
 def test_closing_ends_what_waits_in_another_thread(wait: str, remote: bool) -> None:
     with pair(remote=remote) as (_, reader):
         waiting = Thread(WAITS[wait], reader)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from members import Member, meet, probe_sockets
-from support import HELPERS, until
+from support import HELPERS
 
 from aioshm import AioshmError, HandleError, MessageQueue, MsgpackCodec, Options, SharedMemoryError
 from aioshm.queue import Handle
@@ -207,24 +207,6 @@ async def test_the_others_are_remote_readers(
     assert handle.remote.ranks == remote
     await check_messages(ends[2], [ends[0], ends[1], ends[3]])
     await close_all(ends)
-
-
-async def test_a_rank_is_replaced(far: set[int]) -> None:
-    far.add(1)
-    options = Options(on_reader_death="evict", max_readers=3)
-    writer, leaver, patient = ends = await everywhere(
-        [create_from_process_group(pg, *SIZES, 0, options=options, connect_ip="127.0.0.1") for pg in meet(3)]
-    )
-    await leaver.aclose()
-    await until(lambda: [info.state for info in writer.readers if info.rank == 1] == ["left"], "its goodbye")
-    handle = Handle.from_json(writer.export_handle().to_json())
-    newcomer = MessageQueue.create_from_handle(handle, 1)
-    extra = MessageQueue.create_from_handle(handle)
-    for end in (newcomer, extra):
-        await end.wait_until_ready(20)
-    assert (newcomer.stats().rank, extra.stats().rank) == (1, 3)
-    await check_messages(writer, [newcomer, patient, extra])
-    await close_all([*ends, newcomer, extra])
 
 
 async def test_the_one_reader_is_remote_for_some(far: set[int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -63,13 +62,6 @@ def test_threads_of_one_process_do(backing: Any, lifeline: Any, base: Path) -> N
     assert everywhere(meet(4), 2, options) == [[True] * 4] * 4
     assert list(base.glob("run/*")) == []
     assert everywhere(meet(1)) == [[True]]
-
-
-async def test_it_may_block_a_loop() -> None:
-    one, two = meet(2)
-    other = asyncio.get_running_loop().run_in_executor(None, in_the_same_node_as, two, 1)
-    assert in_the_same_node_as(one, 1) == [True, True]
-    assert await other == [True, True]
 
 
 def unmeasured() -> dict[str, str]:

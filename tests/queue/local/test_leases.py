@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -219,27 +218,6 @@ async def test_nothing_leaks_over_many_leases() -> None:
         assert resources()[1] <= maps + 8
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-async def test_windows_go_when_the_reader_closes() -> None:
-    def windows() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:aioshm")
-
-    gc.collect()
-    before = windows()
-    async with attached(1, chunk=1 << 20) as (writer, (reader,)):
-        for size in (5000, LARGE):
-            await writer.enqueue(np.full(size, 7, np.uint8))
-            async with reader.lease(5) as array:
-                pass
-        with pytest.raises(RoleError, match="wait for itself"):
-            await writer.enqueue(array)
-            async with reader.lease(5):
-                await reader.dequeue()
-    gc.collect()
-    assert windows() == before
-    assert (array == 7).all()
-
-
 async def test_other_tasks_wait_until_it_ends() -> None:
     async with attached(1, chunks=4) as (writer, (reader,)):
         await writer.enqueue_many(["leased", "second", "third"])
@@ -268,33 +246,6 @@ async def test_a_small_message_is_received_when_the_block_begins() -> None:
                 with pytest.raises(RoleError, match="wait for itself"):
                     await reader.dequeue()
             assert await reader.dequeue_many(2) == [2, 3]
-
-
-async def test_what_was_leased_is_not_kept_alive() -> None:
-    class Weak:
-        alive = 0
-
-        def __init__(self) -> None:
-            Weak.alive += 1
-
-        def __setstate__(self, state: object) -> None:
-            Weak.alive += 1
-
-        def __getstate__(self) -> object:
-            return 1
-
-        def __del__(self) -> None:
-            Weak.alive -= 1
-
-    globals()["Weak"] = Weak
-    Weak.__qualname__ = "Weak"
-    async with attached(1) as (writer, (reader,)):
-        await writer.enqueue([Weak()])
-        assert Weak.alive == 0
-        async with reader.lease() as obj:
-            assert Weak.alive == 1
-            del obj
-            assert Weak.alive == 0
 
 
 async def test_streams_of_every_size_in_every_way() -> None:

@@ -39,22 +39,6 @@ async def _echo(writer: MessageQueue[Any], reader: MessageQueue[Any]) -> Any:
     return await reader.dequeue()
 
 
-async def test_it_waits_and_ends_when_the_writer_closes() -> None:
-    async with attached(slots=4) as (writer, [reader]):
-
-        async def send() -> None:
-            for number in range(50):
-                await writer.enqueue(number)
-                for _ in range(number % 5):
-                    await asyncio.sleep(0)
-            await writer.aclose()
-
-        sending = asyncio.create_task(send())
-        assert [number async for number in reader.leases()] == list(range(50))
-        assert [number async for number in reader.leases()] == []
-        await sending
-
-
 class OddError(Exception):
     """What a loop's body raises."""
 

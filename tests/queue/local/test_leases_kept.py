@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from children import child
 from pairs import attached
 from support import eventually, until
 
-from aioshm import MessageQueue, Options, PeerDied, QueueEmpty, ReaderEvicted, RoleError
+from aioshm import MessageQueue, QueueEmpty, ReaderEvicted, RoleError
 from aioshm.errors import SharedMemoryError
 from aioshm.queue.local.leases import Leases
 from aioshm.ring.window import Windows
@@ -203,33 +200,6 @@ async def test_closing_leaves_a_copy(size: int, during: bool) -> None:
         assert (array == 5).all()
 
 
-@pytest.mark.slow_on_uvloop
-@pytest.mark.parametrize("policy", ["raise", "evict"])
-async def test_a_reader_that_is_killed_during_a_lease_holds_nobody_up(policy: Any) -> None:
-    options = Options(on_reader_death=policy)
-    async with MessageQueue(2, 2, max_chunk_bytes=1 << 20, max_chunks=2, slots=2, options=options) as writer:
-        async with MessageQueue.create_from_handle(writer.export_handle(), 1) as survivor:
-            async with child("lease", writer.export_handle().to_json(), "0") as leasing:
-                await asyncio.gather(writer.wait_until_ready(20), survivor.wait_until_ready(20))
-                await writer.enqueue(_array(1, LARGE))
-                await leasing.says("ready")
-                await leasing.says("leasing")
-                await writer.enqueue("second")
-                await survivor.dequeue_many(1, 5)
-                await survivor.dequeue(5)
-                waiting = asyncio.ensure_future(writer.enqueue_many(["third", "fourth"]))
-                await asyncio.sleep(0)
-                assert not waiting.done()
-                leasing.signal(signal.SIGKILL)
-                if policy == "raise":
-                    with pytest.raises(PeerDied) as caught:
-                        await asyncio.wait_for(waiting, 10)
-                    assert caught.value.rank == 0
-                else:
-                    await asyncio.wait_for(waiting, 10)
-                    assert await survivor.dequeue_many(9, 5) == ["third", "fourth"]
-
-
 # A task that holds a slot cannot wait for the same end
 
 
@@ -306,39 +276,6 @@ async def test_tensors(codec: str, size: int) -> None:
             again = _new(number, size)
             _scribble(again)
             assert torch.equal(leased, again), "a copy of its own, with what was written to it"
-
-
-@LINUX
-async def test_without_pagemap_every_leased_window_is_taken_for_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = os.open
-
-    def refuse(path: Any, *args: Any) -> int:
-        if path == "/proc/self/pagemap":
-            raise PermissionError
-        return usual(path, *args)
-
-    monkeypatch.setattr(os, "open", refuse)
-    async with attached(1, chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        for number in range(LAPS):
-            await writer.enqueue(_new(number, 600_000))
-            async with reader.lease() as leased:
-                assert torch.equal(leased, _new(number, 600_000))
-                _scribble(leased)
-                del leased
-
-
-@LINUX
-async def test_a_window_that_nobody_wrote_to_is_used_again() -> None:
-    async with attached(1, chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        addresses = set()
-        for number in range(LAPS):
-            await writer.enqueue(_new(number, 600_000))
-            async with reader.lease() as leased:
-                addresses.add(leased.data_ptr())
-                assert int(leased.sum()) == 600_000 * number
-                np.ones(1 << 20).sum()  # faults that are not the window's
-                del leased
-        assert len(addresses) == 1, "the chunk that became free last is taken again"
 
 
 @LINUX

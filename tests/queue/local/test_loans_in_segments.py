@@ -51,17 +51,6 @@ async def test_they_are_counted_and_not_copied() -> None:
             assert ROUNDS * SIZE < end.stats().bytes - then.bytes < ROUNDS * (SIZE + 512)
 
 
-async def test_segments_grow_and_are_used_for_other_sizes() -> None:
-    sizes = [SIZE, 2 * SIZE, 5 * SIZE, SIZE + 1]
-    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        for number in range(10 * len(sizes)):
-            size = sizes[number % len(sizes)] if number % 3 else SIZE
-            await _lend(writer, number, size)
-            await _see(reader, number, size)
-        assert len(_segments(writer)) <= 3
-        assert reader.stats().overflows == 10 * len(sizes)
-
-
 async def test_a_segment_that_becomes_free_during_a_block_is_not_taken_for_its_own() -> None:
     async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
         await _warm(writer, reader)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from overflowing import BOTH_WAYS, bodies, sockets_of_zeromq
 from pairs import attached
 
-from aioshm import MessageQueue, OutOfDescriptors, QueueClosed, SharedMemoryError
+from aioshm import OutOfDescriptors, QueueClosed, SharedMemoryError
 from aioshm.queue.local import overflow, overflow_sockets
 from aioshm.ring.segment import Segment
 
@@ -42,16 +41,6 @@ def memory_fds() -> int:
         except FileNotFoundError:  # the one that lists the directory
             continue
     return sum("memfd:aioshm" in target for target in targets)
-
-
-@BOTH_WAYS
-async def test_one_after_the_other_share_one_body(way: str) -> None:
-    async with attached(2, overflow=way) as (writer, readers):
-        for number in range(100):
-            await writer.enqueue((number, bytes([number]) * BIG))
-            for reader in readers:
-                assert await reader.dequeue(5) == (number, bytes([number]) * BIG)
-        assert bodies(writer) == 1
 
 
 @BOTH_WAYS
@@ -106,21 +95,6 @@ async def test_memory_of_a_burst_is_given_back_and_can_be_used_again() -> None:
                 assert await reader.dequeue(5) == b"x" * BIG
             kept = [blocks(segment) > 0 for segment in segments_of(writer)]
             assert kept[overflow.IDLE_SEGMENTS :] == [False] * 6
-
-
-@BOTH_WAYS
-async def test_order_with_small_messages(way: str) -> None:
-    async with attached(3, overflow=way) as (writer, readers):
-
-        async def read(reader: MessageQueue) -> list[tuple[int, int]]:
-            return [(number, len(payload)) async for number, payload in reader]
-
-        reading = [asyncio.ensure_future(read(reader)) for reader in readers]
-        sent = [(number, (number * 7919) % 9000) for number in range(500)]
-        for number, size in sent:
-            await writer.enqueue((number, b"x" * size), 10)
-        await writer.aclose()
-        assert await asyncio.gather(*reading) == [sent] * 3
 
 
 @BOTH_WAYS

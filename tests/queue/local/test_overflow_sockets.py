@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import zmq
 from children import child
-from faces import reading
 from overflowing import overflow_of, sockets_of_zeromq, withhold
 from pairs import attached
-from remotes import ready_ends
 from support import eventually
 
-from aioshm import CorruptSlot, MessageQueue, Options, PeerDied, SharedMemoryError, blocking
+from aioshm import CorruptSlot, MessageQueue, Options, PeerDied, SharedMemoryError
 from aioshm.queue.local import overflow_sockets
 from aioshm.queue.remote import wire
 from aioshm.ring import ShmRingBuffer
@@ -102,13 +100,6 @@ class TestSubscribing:
                 assert len(closed) == 1
             waiting.cancel()
             await reader.aclose()
-
-    async def test_beside_remote_readers(self) -> None:
-        async with ready_ends(2, 1, overflow="zmq") as (writer, readers):
-            for number in b"123":
-                await writer.enqueue(bytes([number]) * BIG)
-            for reader in readers:
-                assert [await reader.dequeue(10) for _ in range(3)] == [b"1" * BIG, b"2" * BIG, b"3" * BIG]
 
 
 class TestTrouble:
@@ -196,30 +187,6 @@ class TestTrouble:
         del writer
         eventually(lambda: sockets_of_zeromq() == before, "the end of its sockets")
         assert [str(each.message) for each in recwarn if issubclass(each.category, ResourceWarning)]
-
-
-class TestBlocking:
-    @pytest.mark.parametrize("codec", ["pickle", "raw"])
-    def test_every_call(self, codec: str) -> None:
-        sent = [bytes([number]) * (BIG + number) for number in range(12)]
-
-        def run(reader: blocking.MessageQueue) -> list[bytes]:
-            received = [reader.dequeue(10)]
-            received += reader.dequeue_many(2, 10)
-            with reader.lease(10) as message:
-                received.append(bytes(message))
-            with reader.acquire_read(10) as view:  # undecoded
-                assert sent[len(received)] in bytes(view)
-                received.append(sent[len(received)])
-            while len(received) < len(sent):
-                received += reader.dequeue_many(5, 10)
-            return received
-
-        with reading(run, codec=codec, overflow="zmq") as (writer, thread):
-            writer.enqueue_many(sent[:4], 10)
-            for message in sent[4:]:
-                writer.enqueue(message, 10)
-            assert thread.result() == sent
 
 
 async def test_storm_of_cancellations() -> None:

@@ -7,11 +7,10 @@ import random
 from typing import Any
 
 import pytest
-from children import child
 from merging import BIG, asleep, poller_of, queues
 from support import bystander
 
-from aioshm import MessageQueue, RoleError
+from aioshm import RoleError
 from aioshm.queue.merge import merge
 from aioshm.queue.state import YIELD_AFTER_MESSAGES
 
@@ -91,21 +90,6 @@ class TestTurns:
                     if number == 0:
                         other.turns = 0
                 assert other.turns >= 6400 // YIELD_AFTER_MESSAGES - 1
-
-    @pytest.mark.slow_on_uvloop
-    async def test_a_stream_of_other_processes(self) -> None:
-        async with child("write", "3000", "10") as one, child("write", "3000", "10") as other:
-            handles = [await one.says("{"), await other.says("{")]
-            readers = {rank: MessageQueue.create_from_handle(handle, 0) for rank, handle in enumerate(handles)}
-            counts = [0, 0]
-            async for rank, (number, _) in merge(readers):
-                assert number == counts[rank]
-                counts[rank] += 1
-                if sum(counts) == 6000:
-                    break
-            assert counts == [3000, 3000]
-            for reader in readers.values():
-                await reader.aclose()
 
 
 class TestSleeping:

@@ -226,17 +226,6 @@ class TestBlocking:
             writers[0].enqueue("still", 20)
             assert waiting.result() == [(7, "added"), (0, "still")]
 
-    def test_the_last_one_ends_the_iteration(self) -> None:
-        with blocking_queues(1) as (writers, readers):
-            merged = blocking.merge(readers)
-            waiting = Thread(list, merged)
-            all_asleep(readers)
-            merged.remove(0)
-            assert waiting.result() == []
-            merged.add(3, readers[0])
-            writers[0].enqueue("again", 20)
-            assert next(merged) == (3, "again")
-
     def test_a_death_is_raised_once_with_the_rank_and_the_rest_goes_on(self) -> None:
         with blocking_queues(2) as (writers, readers), blocking_child("write", "2", "0") as dying:
             with reader_of(dying) as reader:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import pickle
 import signal
 from typing import Any
@@ -13,7 +12,6 @@ from children import child
 from merging import BIG, asleep, outcome, poller_of, queues
 from overflowing import BOTH_WAYS, withhold
 from slots import slot_of
-from support import until
 
 from aioshm import (
     CodecError,
@@ -21,7 +19,6 @@ from aioshm import (
     HandleError,
     MessageQueue,
     MessagesLost,
-    Options,
     PeerDied,
     SharedMemoryError,
 )
@@ -112,18 +109,6 @@ def _refuse(_loop: object) -> None:
 
 
 class TestEnds:
-    async def test_writers_that_close_drop_out(self) -> None:
-        async with queues(2, 2) as (writers, readers):
-            for rank, writer in enumerate(writers):
-                for number in range(rank + 1):
-                    await writer.enqueue(number)
-                await writer.aclose()
-            merged = merge(readers, errors="yield")
-            expected = [(rank, number) for rank in range(4) for number in range(rank + 1)]
-            assert sorted(await _rest(merged)) == expected
-            assert merged.failed == {}
-            assert await _rest(merged) == [], "it stays at its end"
-
     @pytest.mark.slow_on_uvloop
     @BOTH_MODES
     @pytest.mark.parametrize("size", [10, 300_000], ids=["ring", "overflow"])
@@ -162,36 +147,6 @@ class TestEnds:
                 else:
                     items.append(obj)
             assert items == ["last words", merged.failed[others]]
-
-    async def test_a_dead_remote_writer_is_reported(self) -> None:
-        async with queues(1, 1, remote_timeout=0.3) as (writers, readers):
-            await writers[1].enqueue("last words")
-            await until(lambda: readers[1].end.source.link.window.ready)  # type: ignore[attr-defined]
-            merged = merge(readers, errors="yield")
-            link: Any = readers[1].end.source.link
-            link.give_up(link.death("it is not to be reached"))
-            assert await anext(merged) == (1, "last words")
-            rank, error = await anext(merged)
-            assert (rank, type(error), merged.failed) == (1, PeerDied, {1: error})
-            await writers[0].enqueue("on")
-            assert await anext(merged) == (0, "on")
-
-    @pytest.mark.slow_on_uvloop
-    async def test_a_stopped_writer_is_reported_by_name(self, caplog: pytest.LogCaptureFixture) -> None:
-        async with queues(1, stall_warning_s=0.2) as (writers, readers), child("write", "0", "0") as writer:
-            handle = await writer.says("{")
-            async with MessageQueue.create_from_handle(handle, 0, options=Options(stall_warning_s=0.2)) as reader:
-                await reader.wait_until_ready(20)
-                writer.signal(signal.SIGSTOP)
-                with caplog.at_level(logging.WARNING, "aioshm"):
-                    waiting = await asleep(merge({**readers, 1: reader}, errors="yield"))
-                    await until(lambda: caplog.records)
-                    await until(lambda: len(caplog.records) == 2, "the next")
-                for record in caplog.records:
-                    assert f"the writer (pid {writer.pid}) is stopped" in record.getMessage()
-                await writers[0].enqueue("on")
-                assert await waiting == (0, "on")
-                writer.signal(signal.SIGCONT)
 
 
 class Bomb:

@@ -61,7 +61,7 @@ def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., lis
     [
         ("merge", FEW_MERGES),
         ("blocking", FEW_MERGES),
-        *(pytest.param(way, FEW_MERGES, marks=pytest.mark.slow) for way in ("add", "yield")),
+        *(pytest.param(way, FEW_MERGES, marks=[pytest.mark.slow, pytest.mark.one_loop]) for way in ("add", "yield")),
         *(
             pytest.param(way, MANY_MERGES, marks=[pytest.mark.slow, pytest.mark.one_loop])
             for way in ("merge", "blocking")

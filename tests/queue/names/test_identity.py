@@ -210,26 +210,6 @@ async def test_a_reader_that_was_given_up_comes_back(identity: Path, policy: Any
             assert set(arrived) == {"on its way"} if policy == "hold" else len(arrived) <= 1
 
 
-async def test_local_readers_beside_remote_ones(identity: Path) -> None:
-    directory = identity.parent / "names"
-    options = Options(runtime_dir=str(directory), remote_timeout=5.0)
-    first = new_writer(identity, 1, 1, name="steps", options=options)
-    remote = reading(first.export_handle(), 1)
-    async with MessageQueue.attach("steps", 0, reconnect=True, options=options) as local, remote:
-        for incarnation in range(2):
-            async with (
-                first if not incarnation else new_writer(identity, 1, 1, name="steps", options=options) as writer
-            ):
-                starting = asyncio.ensure_future(writer.wait_until_ready(20))
-                for reader in (local, remote):
-                    if incarnation:
-                        with pytest.raises(QueueRestarted):
-                            await asyncio.gather(reader.wait_until_ready(20), local.wait_until_ready(20))
-                await asyncio.gather(*(end.wait_until_ready(20) for end in (writer, local, remote)), starting)
-                await writer.enqueue(incarnation, 20)
-                assert [await local.dequeue(20), await remote.dequeue(20)] == [incarnation] * 2
-
-
 def test_the_blocking_face(identity: Path) -> None:
     def write() -> None:
         for incarnation in range(3):

@@ -281,27 +281,6 @@ async def read_on(reader: MessageQueue, how: str) -> Any:
 
 
 @pytest.mark.slow_on_uvloop
-async def test_a_writer_that_is_killed_and_comes_back() -> None:
-    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
-        pids: list[int] = []
-        for _ in range(2):
-            async with named_child("write", "steps", "4") as running:
-                if pids:
-                    with pytest.raises(QueueRestarted, match=rf"has a new writer \(pid {running.pid}\)") as caught:
-                        await reader.dequeue(20)
-                    assert (caught.value.old_pid, caught.value.pid) == (pids[-1], running.pid)
-                    assert isinstance(caught.value.ended, PeerDied)
-                    assert caught.value.ended.pid == pids[-1]
-                pids.append(running.pid)
-                await reader.wait_until_ready(20)
-                await running.says("{")
-                await running.says("written")
-                running.signal(signal.SIGKILL)
-                await running.end()
-            assert [await reader.dequeue(20) for _ in range(4)] == [(running.pid, number) for number in range(4)]
-
-
-@pytest.mark.slow_on_uvloop
 async def test_a_reader_that_is_not_to_reconnect() -> None:
     async with named_child("write", "steps", "1") as running, MessageQueue.attach("steps", 0) as reader:
         assert await reader.dequeue(20) == (running.pid, 0)
@@ -437,56 +416,11 @@ async def test_a_rank_that_is_taken_is_tried_again_at_the_next_call() -> None:
         assert late.stats().restarts == 0
 
 
-async def test_a_merge_goes_on_with_the_next_writer() -> None:
-    async with new_writer(name="steady") as steady, MessageQueue.attach("steady", 0) as other:
-        async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
-            merged = merge({0: reader, 1: other}, errors="yield")
-            for incarnation in range(3):
-                async with new_writer() as writer:
-                    sending = asyncio.ensure_future(writer.enqueue(incarnation, 20))
-                    if incarnation:
-                        rank, told = await anext(merged)
-                        assert rank == 0
-                        assert isinstance(told, QueueRestarted)
-                    assert await anext(merged) == (0, incarnation)
-                    await sending
-                    await steady.enqueue("steady", 20)
-                    assert await anext(merged) == (1, "steady")
-            assert merged.failed == {}
-
-
 def blocking_writers(count: int) -> None:
     for incarnation in range(count):
         with blocking.MessageQueue(1, 1, name="steps", max_chunk_bytes=4096, max_chunks=4) as writer:
             for number in range(5):
                 writer.enqueue((incarnation, number), 20)
-
-
-def test_the_blocking_face_goes_on_with_the_next_writer() -> None:
-    with blocking.MessageQueue.attach("steps", 0, reconnect=True) as reader:
-        writing = Thread(blocking_writers, 3)
-        received: list[Any] = []
-        while len(received) < 17:
-            try:
-                received.append(reader.dequeue(20))
-            except QueueRestarted:
-                received.append("restarted")
-        writing.result()
-        runs = [[(incarnation, number) for number in range(5)] for incarnation in range(3)]
-        assert received == [*runs[0], "restarted", *runs[1], "restarted", *runs[2]]
-        assert reader.messages == 15
-        with pytest.raises(TimeoutError, match="no other has come"):
-            reader.dequeue(0.02)
-
-
-def test_a_blocking_merge_goes_on_with_the_next_writer() -> None:
-    with blocking.MessageQueue.attach("steps", 0, reconnect=True) as reader:
-        writing = Thread(blocking_writers, 2)
-        merged = blocking.merge({7: reader}, errors="yield")
-        received = [obj for _, (_, obj) in zip(range(11), merged, strict=False)]
-        writing.result()
-        assert [isinstance(obj, QueueRestarted) for obj in received] == [False] * 5 + [True] + [False] * 5
-        assert merged.failed == {}
 
 
 def test_threads_that_share_a_reader_are_told_once() -> None:

@@ -37,29 +37,6 @@ def line(window: ReceiveWindow[str]) -> list[str | Missing]:
     return [message for message, _ in window.ready]
 
 
-def test_a_message_is_kept_until_every_reader_has_finished_with_it() -> None:
-    window = sending(10, 20, 30, readers=2)
-    assert (len(window), window.nbytes, window.first, window.seq) == (3, 60, 0, 3)
-    assert not window.acknowledged(0, 3)
-    assert window.laggards() == [1]
-    assert window.acknowledged(1, 2)
-    assert (len(window), window.nbytes, window.first) == (1, 30, 2)
-    assert not window.acknowledged(1, 1), "older news changes nothing"
-    window.leave(1)
-    assert (len(window), window.nbytes, window.laggards()) == (0, 0, [])
-
-
-def test_room() -> None:
-    window = sending(messages=3, nbytes=100)
-    assert window.room(3, 101), "what is larger than the window goes alone"
-    window.sent(Message(60))
-    assert window.room(2, 40)
-    assert not window.room(3, 3)
-    assert not window.room(1, 41)
-    window.acknowledged(0, 1)
-    assert window.room(1, 101)
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 150), min_size=1, max_size=30), st.integers(1, 6), st.integers(1, 100))
 def test_parts_are_as_large_as_the_window_allows(sizes: list[int], messages: int, nbytes: int) -> None:

@@ -18,7 +18,7 @@ from faces import Thread
 from remotes import ready_ends, wide_writer
 from support import eventually
 
-from aioshm import MessageQueue, Options, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
+from aioshm import MessageQueue, Options, QueueClosed, RoleError, blocking
 
 TIMEOUT_S = 0.8
 LONGER_S = 2 * TIMEOUT_S
@@ -68,25 +68,6 @@ async def test_ipv6() -> None:
             await writer.enqueue(payload)
             for reader in readers:
                 assert await reader.dequeue(5) == payload
-
-
-async def test_closed_ends() -> None:
-    async with ready_ends(0, 1) as (writer, (reader,)):
-        await writer.enqueue("x")
-        waiting = asyncio.ensure_future(reader.dequeue_many(5))
-        assert await waiting == ["x"]
-        waiting = asyncio.ensure_future(reader.dequeue_many(5))
-        await asyncio.sleep(0)
-        await reader.aclose()
-        await reader.aclose()
-        with pytest.raises(QueueClosed, match="this end was closed"):
-            await waiting
-        for coroutine in (reader.dequeue(), reader.wait_until_ready()):
-            with pytest.raises(QueueClosed, match="this end was closed"):
-                await coroutine
-        with pytest.raises(QueueClosed, match="every reader has left"):
-            while True:
-                await writer.enqueue("y", 5)
 
 
 async def test_an_end_that_is_closed_inside_of_its_own_block() -> None:
@@ -216,79 +197,6 @@ async def test_a_blocking_writer_that_makes_no_call_for_a_while_is_not_dead() ->
 
 
 # The blocking API
-
-
-def test_blocking_ends() -> None:
-    with blocking.MessageQueue(
-        2, 0, max_chunk_bytes=4096, connect_ip="127.0.0.1", options=Options(remote_window=50)
-    ) as writer:
-        handle = writer.export_handle()
-
-        def read() -> list[Any]:
-            with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
-                reader.wait_until_ready(10)
-                received = [reader.broadcast_object()]
-                received += reader.dequeue_many(3, 10)
-                with reader.lease(10) as obj:
-                    received.append(obj)
-                return [*received, *reader]
-
-        async def read_async() -> list[Any]:
-            async with MessageQueue.create_from_handle(handle, 1) as reader:
-                return [obj async for obj in reader]
-
-        threads = [Thread(read), Thread(lambda: asyncio.run(read_async()))]
-        writer.wait_until_ready(10)
-        assert writer.broadcast_object("begin") == "begin"
-        writer.enqueue_many(range(100))
-        for number in range(300):
-            writer.enqueue(b"x" * number, 10)
-        writer.enqueue(b"L" * 3_000_000)
-        with writer.acquire_write(10) as buffer:
-            buffer[:3] = b"raw"
-        writer.close()
-        expected = ["begin", *range(100), *(b"x" * number for number in range(300)), b"L" * 3_000_000]
-        for thread in threads:
-            *received, raw = thread.result()
-            assert received == expected
-            assert (len(raw), raw[:3]) == (4096, b"raw")
-
-
-def test_blocking_calls_that_do_not_succeed() -> None:
-    with blocking.MessageQueue(1, 0, connect_ip="127.0.0.1", options=Options(remote_window=2)) as writer:
-        handle = writer.export_handle()
-        full, go = threading.Event(), threading.Event()
-
-        def read() -> None:
-            with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
-
-                async def count() -> int:
-                    return reader.messages
-
-                reader.wait_until_ready(10)
-                with pytest.raises(QueueEmpty):
-                    reader.dequeue_nowait()
-                with pytest.raises(TimeoutError, match="message 0 did not come in time"):
-                    reader.dequeue(0.01)
-                assert asyncio.run(count()) == 0
-                full.set()
-                assert go.wait(20)
-                assert reader.dequeue(10) == 1
-
-        thread = Thread(read)
-        writer.wait_until_ready(10)
-        assert full.wait(10)
-        writer.enqueue_nowait(1)
-        writer.enqueue(2)
-        with pytest.raises(QueueFull, match="the window of the remote readers is full: rank 0"):
-            writer.enqueue_nowait(3)
-        with pytest.raises(TimeoutError, match="the window of the remote readers is full: rank 0"):
-            writer.enqueue(3, 0.02)
-        go.set()
-        with pytest.raises(QueueClosed, match="every reader has left"):
-            while True:
-                writer.enqueue(3, 10)
-        thread.result()
 
 
 @pytest.mark.parametrize("makes_calls", [True, False], ids=["reading", "doing nothing"])

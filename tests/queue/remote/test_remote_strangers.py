@@ -10,7 +10,6 @@ import random
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -216,13 +215,13 @@ def connections() -> int:
 
 
 @pytest.mark.slow_on_uvloop
-@pytest.mark.parametrize(("secure", "seconds"), [(True, 5.0), (False, 2.0)])
+@pytest.mark.parametrize(("secure", "seconds"), [(True, 2.0), (False, 1.0)])
 async def test_strangers_at_every_port_do_no_harm(
     secure: bool, seconds: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     codec = "pickle" if secure else "msgpack"
     if not isinstance(asyncio.get_running_loop(), uvloop.Loop):
-        seconds /= 5  # the loops differ in nothing that a stranger could reach; what is slow is seen on one
+        seconds /= 2  # the loops differ in nothing that a stranger could reach; what is slow is seen on one
     async with ready_ends(1, 1, codec=codec, secure=secure) as (writer, readers):
         remote = writer.export_handle().remote
         assert remote is not None
@@ -256,26 +255,6 @@ async def test_strangers_at_every_port_do_no_harm(
         assert connections() <= before, "the strangers' connections are still open"
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) <= 3
-
-
-@pytest.mark.slow_on_uvloop
-async def test_an_impostor_in_the_writers_place_feeds_a_reader_nothing() -> None:
-    async with AsyncExitStack() as stack:
-        writer = await stack.enter_async_context(MessageQueue(1, 0, connect_ip="127.0.0.1"))
-        handle = writer.export_handle()
-        context = zmq.Context()
-        stack.callback(context.destroy, 0)
-        endpoints, sockets = [], []
-        for kind in (zmq.XPUB, zmq.ROUTER):
-            sock = context.socket(kind)
-            sock.curve_publickey, sock.curve_secretkey = zmq.curve_keypair()
-            sock.curve_server = True
-            sockets.append(sock)
-            endpoints.append(f"tcp://127.0.0.1:{sock.bind_to_random_port('tcp://127.0.0.1')}")
-        wrong = altered(handle, data=endpoints[0], control=endpoints[1])
-        reader = await stack.enter_async_context(MessageQueue.create_from_handle(wrong, 0))
-        with pytest.raises(TimeoutError, match="no connection"):
-            await reader.wait_until_ready(1)
 
 
 @pytest.mark.parametrize(

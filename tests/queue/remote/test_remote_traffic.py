@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import pytest
-import uvloop
 from children import child
-from crowd import Crowd
-from remotes import ready_ends, wide_writer
+from remotes import ready_ends
 from support import HELPERS
 
-from aioshm import Handle, MessageQueue, QueueFull
+from aioshm import MessageQueue, QueueFull
 from aioshm.codec.base import Encoded
 from aioshm.codec.pickle5 import PickleCodec
-
-MESSAGES = 5_000
-LARGEST = 32 << 20
 
 WRITER = HELPERS / "remote_child.py"
 
@@ -67,59 +59,6 @@ async def test_batches_keep_to_the_window() -> None:
 
 
 # Traffic
-
-
-def _arrays() -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the same random arrays in every process: some hundred MB in all."""
-    rng = np.random.default_rng(7)
-    pool = rng.integers(0, 256, 2 * LARGEST, dtype=np.uint8)
-    for number in range(MESSAGES):
-        if number % 2500 == 1250:
-            size = LARGEST
-        elif number % 100 == 50:
-            size = int(rng.integers(1 << 16, 2 << 20))
-        else:
-            size = int(64 * 2 ** rng.uniform(0, 9))
-        offset = int(rng.integers(0, len(pool) - size))
-        yield number, pool[offset : offset + size]
-
-
-async def _read_all(handle: Handle, rank: int) -> tuple[int, str]:
-    digest = hashlib.blake2b()
-    async with MessageQueue.create_from_handle(handle, rank) as reader:
-        for number, expected in _arrays():
-            received, array = await reader.dequeue(60)
-            assert received == number
-            assert np.array_equal(array, expected)
-            digest.update(array)
-        async for message in reader:
-            pytest.fail(f"{message} came after the last one")
-    return MESSAGES, digest.hexdigest()
-
-
-def _reader_process(handle: Handle, rank: int, result: Connection) -> None:
-    run = uvloop.run if rank % 2 else asyncio.run
-    result.send(run(_read_all(handle, rank)))
-
-
-@pytest.mark.slow
-def test_four_processes_receive_random_arrays() -> None:
-    writer = wide_writer(2, 2, chunk=256 * 1024, chunks=10)
-    crowd = Crowd(_reader_process, writer.export_handle(), 4)
-
-    async def write() -> str:
-        digest = hashlib.blake2b()
-        async with writer:
-            await writer.wait_until_ready(60)
-            for number, array in _arrays():
-                await writer.enqueue((number, array), 60)
-                digest.update(array)
-        assert writer.stats().overflows > 20
-        assert writer.stats().resent == 0
-        return digest.hexdigest()
-
-    sent = uvloop.run(write())
-    assert crowd.results() == [(MESSAGES, sent)] * 4
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 
@@ -125,35 +123,6 @@ async def test_an_asyncio_writer_that_goes_on_is_believed(log: list[logging.LogR
                 assert (level, IDLE in text) == (logging.INFO, True)
 
 
-@pytest.mark.slow
-async def test_a_stopped_writer_is_named_before_and_after_it_was_asked(log: list[logging.LogRecord]) -> None:
-    async with silent("asyncio", "awaits") as (writer, handle):
-        async with MessageQueue.create_from_handle(handle, 0) as reader:
-            assert await reader.dequeue(20) == "first"
-            for number in range(2):
-                writer.signal(signal.SIGSTOP)
-                for level, text in await reports(reader, log):
-                    assert level == logging.WARNING
-                    assert f"the writer (pid {writer.pid}) is stopped" in text
-                writer.signal(signal.SIGCONT)
-                log.clear()
-                for level, text in await reports(reader, log, 1 + number):
-                    assert (level, IDLE in text) == (logging.INFO, True)
-                log.clear()
-
-
-@pytest.mark.slow
-async def test_short_waits_count_together(log: list[logging.LogRecord]) -> None:
-    async with silent("asyncio", "sleeps") as (writer, handle):
-        async with MessageQueue.create_from_handle(handle, 0) as reader:
-            assert await reader.dequeue(20) == "first"
-            await writer.says("silent")
-            while len(log) < 2:
-                with pytest.raises(TimeoutError):
-                    await reader.dequeue(0.1)
-            assert all(HUNG in record.getMessage() for record in log)
-
-
 async def test_nobody_is_asked_before_the_time_has_come(
     log: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,60 +218,3 @@ async def test_a_writer_that_admits_nobody_is_named(n_remote: int, log: list[log
                 assert level == logging.WARNING
                 assert "does not answer: does its event loop run, in wait_until_ready()?" in text
                 assert n_remote or f"(it has pid {writer.pid} and is sleeping)" in text
-
-
-@pytest.mark.slow
-async def test_a_writer_that_hangs_while_others_are_missing_is_named(log: list[logging.LogRecord]) -> None:
-    """This reader was admitted; the others' greetings wait for the writer's loop."""
-    async with child("write", "0", "0") as writer:
-        handle = await writer.says("{")
-        options = Options(stall_warning_s=STALL_S)
-        async with MessageQueue.create_from_handle(handle, 0, options=options) as reader:
-            writer.signal(signal.SIGSTOP)
-            waiting = asyncio.ensure_future(reader.wait_until_ready(60))
-            await until(lambda: len(log) >= 2, "the reports", 15)
-            for record in log:
-                assert f"(pid {writer.pid}) is stopped" in record.getMessage() or (
-                    f"(it has pid {writer.pid} and is stopped)" in record.getMessage()
-                ), "as it was admitted before or not"
-            writer.signal(signal.SIGCONT)
-            await waiting
-
-
-async def test_a_blocking_merge_reports_a_silent_queue_too(log: list[logging.LogRecord]) -> None:
-    async with silent("asyncio", "awaits") as (idle, idle_at), silent("asyncio", "sleeps") as (hung, hung_at):
-
-        def texts(level: int) -> list[str]:
-            return [record.getMessage() for record in log if record.levelno == level]
-
-        def read() -> None:
-            with (
-                blocking.MessageQueue(1, 1, options=Options(stall_warning_s=STALL_S)) as writer,
-                blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as own,
-                blocking.MessageQueue.create_from_handle(idle_at, 0) as first,
-                blocking.MessageQueue.create_from_handle(hung_at, 0) as second,
-            ):
-                ready = Thread(writer.wait_until_ready, 20)
-                own.wait_until_ready(20)
-                ready.result()
-                with blocking.merge({0: own, 1: first, 2: second}) as merged:
-                    done = threading.Event()
-                    sending = Thread(feed, writer, done)
-                    try:
-                        while min(len(texts(logging.WARNING)), len(texts(logging.INFO))) < 2:
-                            assert next(merged)[1] in ("first", "flood")
-                    finally:
-                        done.set()
-                        sending.result()
-
-        def feed(writer: blocking.MessageQueue, done: threading.Event) -> None:
-            while not done.is_set():
-                with suppress(TimeoutError):  # nobody reads any more
-                    writer.enqueue("flood", 0.1)
-
-        await asyncio.to_thread(lambda: Thread(read).result(60))
-        for text in texts(logging.WARNING):
-            assert f"the writer (pid {hung.pid})" in text
-            assert HUNG in text
-        assert any(f"the writer (pid {idle.pid})" in text for text in texts(logging.INFO))
-        assert all(IDLE in text for text in texts(logging.INFO))
