@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from importlib import import_module
+from os.path import splitext
 from typing import Any
 
 
-def import_when_used(
-    package: str, homes: Mapping[str, Iterable[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a package (PEP 562), which import a name at first use.
+def import_when_used(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for a package that imports its names at first use (PEP 562).
+
+    The names are listed once, for type checkers, too: in ``__init__.pyi``, as lines "from HOME import NAME as NAME".
 
     Args:
         package: The ``__name__`` of the package.
-        homes: The names that each module defines. The submodules of the package among these modules are attributes of
-            the package, too.
+        file: The ``__file__`` of the package.
     """
-    home_of = {name: home for home, names in homes.items() for name in names}
+    with open(f"{splitext(file)[0]}.pyi") as stub:
+        lines = [line.split() for line in stub if line.startswith("from ")]
+    home_of = {name: home for _, home, _, name, *_ in lines}
     inside = f"{package}."
-    below = {home.removeprefix(inside).partition(".")[0] for home in homes if home.startswith(inside)}
+    below = {home.removeprefix(inside).partition(".")[0] for home in home_of.values() if home.startswith(inside)}
 
     def find(name: str) -> Any:
         if (home := home_of.get(name)) is not None:
-            found = getattr(import_module(home), name)
+            module = import_module(home)
+            found = getattr(module, name) if hasattr(module, name) else import_module(f"{home}.{name}")
         elif name in below:
             return import_module(f"{package}.{name}")  # sets the attribute, too
         else:
@@ -35,7 +38,7 @@ def import_when_used(
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *home_of, *below})
 
-    return find, names
+    return find, names, sorted(home_of)
 
 
 def import_extra(module: str, extra: str, what: str) -> Any:

@@ -15,6 +15,9 @@ import pytest
 
 import aioshm
 import aioshm.engine
+import aioshm.observe
+import aioshm.process
+import aioshm.testing
 from aioshm.deferred import import_when_used
 from aioshm.process.watch import process_state
 
@@ -56,16 +59,15 @@ def test_an_engine_s_process_imports_no_client_and_no_supervisor() -> None:
     assert not {name for name in loaded if name.startswith(("aioshm.engine.startup.", "aioshm.engine.workers."))}
 
 
-@pytest.mark.parametrize("package", [aioshm, aioshm.engine])
+@pytest.mark.parametrize("package", [aioshm, aioshm.engine, aioshm.observe, aioshm.process, aioshm.testing])
 def test_each_name_is_what_type_checkers_are_told(package: ModuleType) -> None:
     assert package.__file__ is not None
-    tree = ast.parse(Path(package.__file__).read_text())
-    told, _ = (node for node in tree.body if isinstance(node, ast.If))
     homes: dict[str, str] = {}
-    for statement in told.body:
-        assert isinstance(statement, ast.ImportFrom)
-        assert statement.module is not None
-        homes |= {alias.name: statement.module for alias in statement.names}
+    for statement in ast.parse(Path(package.__file__).with_suffix(".pyi").read_text()).body:
+        if isinstance(statement, ast.ImportFrom):
+            assert statement.module is not None
+            assert [alias.name for alias in statement.names] == [alias.asname for alias in statement.names]
+            homes |= {alias.name: statement.module for alias in statement.names}
     assert sorted(homes) == package.__all__
     assert set(package.__all__) <= set(dir(package))
     for name, home in homes.items():
@@ -79,10 +81,12 @@ def test_no_such_name() -> None:
         from aioshm import Nothing  # type: ignore[attr-defined]  # noqa: F401
 
 
-def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package = ModuleType("package_of_this_test")
     monkeypatch.setitem(sys.modules, package.__name__, package)
-    find, names = import_when_used(package.__name__, {"math": ("pi",)})
+    (tmp_path / "__init__.pyi").write_text("from math import pi as pi\n")
+    find, names, public = import_when_used(package.__name__, str(tmp_path / "__init__.py"))
+    assert public == ["pi"]
     assert "pi" not in vars(package)
     assert "pi" in names()
     assert find("pi") == vars(package)["pi"] > 3

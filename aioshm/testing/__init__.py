@@ -5,14 +5,6 @@ The pytest plugin (`aioshm.testing.plugin`) is installed with aioshm and has the
 use: pytest imports the plugin in every run.
 """
 
-from typing import TYPE_CHECKING
-
 from aioshm.deferred import import_when_used as _import_when_used
 
-if TYPE_CHECKING:
-    from aioshm.testing.helpers import Leftovers, leaving_no_task, pair, readers
-
-__all__ = ["Leftovers", "leaving_no_task", "pair", "readers"]
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = _import_when_used(__name__, {"aioshm.testing.helpers": tuple(__all__)})
+__getattr__, __dir__, __all__ = _import_when_used(__name__, __file__)

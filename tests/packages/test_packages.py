@@ -194,6 +194,5 @@ def test_free_threaded_interpreters_are_told_about_the_gil() -> None:
 def test_every_file_of_the_package_is_named_for_the_wheel() -> None:
     configuration = tomllib.loads((ROOT / "pyproject.toml").read_text())
     data = configuration["tool"]["setuptools"]["package-data"]["aioshm"]
-    there = {str(path.relative_to(ROOT / "aioshm")) for path in (ROOT / "aioshm").rglob("*.pyi")} | {"py.typed"}
-    assert there <= set(data)
+    assert set(data) == {"py.typed", "**/*.pyi"}
     assert {"Documentation", "Source", "Changelog", "Issues"} <= set(configuration["project"]["urls"])

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, NoReturn, TypeVar, overload
+from typing import Any
 
 IDENTITY_BYTES = 2
 MAX_INDEX = 2 ** (8 * IDENTITY_BYTES) - 1
@@ -22,8 +22,6 @@ _PARALLEL_FIELDS = (
     "_coord_store_port",
     "data_parallel_size",
 )
-
-T_co = TypeVar("T_co", covariant=True)
 
 
 class CoreEngineState(Enum):
@@ -124,43 +122,6 @@ def balanced_outside(config: object) -> bool:
     if isinstance(config, Mapping):
         return any(config.get(name) for name in names)
     return any(getattr(config, name, False) for name in names)
-
-
-class ConstantList(Sequence[T_co], Generic[T_co]):
-    """A list that cannot be changed through this view; changes by its owner are visible immediately.
-
-    Args:
-        items: The list itself, not a copy.
-    """
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: list[T_co]) -> None:
-        self._items = items
-
-    @overload
-    def __getitem__(self, index: int) -> T_co: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[T_co]: ...
-    def __getitem__(self, index: int | slice) -> T_co | list[T_co]:
-        return self._items[index]
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, ConstantList):
-            return self._items == other._items
-        return self._items == other if isinstance(other, list) else NotImplemented
-
-    def __repr__(self) -> str:
-        return f"ConstantList({self._items!r})"
-
-    def _refuse(self, *_args: object, **_options: object) -> NoReturn:
-        raise TypeError("a ConstantList cannot be changed")
-
-    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
 
 
 # Progress

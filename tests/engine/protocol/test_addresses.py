@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import operator
-import pickle
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aioshm.engine import (
-    ConstantList,
     CoreEngine,
     CoreEngineState,
     StartupProgress,
@@ -33,37 +29,6 @@ def test_identity_is_the_index_in_two_bytes() -> None:
     for wrong, error in ((-1, ValueError), (65536, ValueError), ("0", TypeError), (True, TypeError)):
         with pytest.raises(error, match=f"index .*{wrong!r}"):
             CoreEngine(wrong)  # type: ignore[arg-type]
-
-
-class TestConstantList:
-    def test_reads_as_a_list(self) -> None:
-        items = [1, 2, 3]
-        view = ConstantList(items)
-        assert isinstance(view, Sequence)
-        assert (list(view), len(view), view[0], view[1:]) == ([1, 2, 3], 3, 1, [2, 3])
-        assert view == items
-        assert pickle.loads(pickle.dumps(view)) == view != (1, 2, 3)
-        assert repr(view) == "ConstantList([1, 2, 3])"
-        items.append(4)
-        assert view == [1, 2, 3, 4]
-
-    @pytest.mark.parametrize(
-        "change",
-        [
-            lambda view: view.append(1),
-            lambda view: view.pop(0),
-            lambda view: view.sort(key=str),
-            lambda view: operator.setitem(view, 0, 9),
-            lambda view: operator.delitem(view, 0),
-            lambda view: operator.iadd(view, [1]),
-            lambda view: hash(view),
-        ],
-    )
-    def test_every_change_is_refused(self, change: Any) -> None:
-        items = [1, 2]
-        with pytest.raises(TypeError):
-            change(ConstantList(items))
-        assert items == [1, 2]
 
 
 class TestClientAddress:

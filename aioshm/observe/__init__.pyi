@@ -1,0 +1,15 @@
+from aioshm.observe.messages import MessageHeader as MessageHeader
+from aioshm.observe.messages import last_messages as last_messages
+from aioshm.observe.opentelemetry import OpenTelemetryMetrics as OpenTelemetryMetrics
+from aioshm.observe.opentelemetry import process_span as process_span
+from aioshm.observe.processes import StartedProcess as StartedProcess
+from aioshm.observe.processes import find_processes as find_processes
+from aioshm.observe.prometheus import HostCollector as HostCollector
+from aioshm.observe.prometheus import PrometheusCollector as PrometheusCollector
+from aioshm.observe.scan import Watch as Watch
+from aioshm.observe.scan import find_queue as find_queue
+from aioshm.observe.scan import find_queues as find_queues
+from aioshm.observe.snapshot import QueueSnapshot as QueueSnapshot
+from aioshm.observe.snapshot import Scan as Scan
+from aioshm.observe.suspects import Suspect as Suspect
+from aioshm.observe.suspects import who as who
