@@ -19,7 +19,7 @@ import aioshm.observe
 import aioshm.process
 import aioshm.testing
 from aioshm.deferred import import_when_used
-from aioshm.process.watch import process_state
+from aioshm.process.proc import process_state
 
 
 def loaded_by(program: str) -> set[str]:

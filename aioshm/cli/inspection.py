@@ -19,10 +19,12 @@ from aioshm.deferred import import_extra
 from aioshm.errors import AioshmError
 from aioshm.observe.messages import MessageHeader, last_messages
 from aioshm.observe.processes import CALLED, StartedProcess, StartedProcesses
-from aioshm.observe.scan import QueueNotFound, Watch, Watched, chosen
-from aioshm.observe.suspects import GRAVE, WINDOW_S, ProcessReport, Report, Suspect, process_report
+from aioshm.observe.scan import QueueNotFound, Watch, chosen
+from aioshm.observe.snapshot import QueueSnapshot
+from aioshm.observe.suspects import GRAVE, WINDOW_S, Report, Suspect
 from aioshm.observe.suspects import who as find_suspects
-from aioshm.process.proc import LOOP_WAITS, Frame, Stack, is_own_process
+from aioshm.process.proc import is_own_process
+from aioshm.process.stacks import LOOP_WAITS, Frame, ProcessReport, Stack, spied_report
 from aioshm.zeromq.hosts import bracketed
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def ls(as_json: AsJson = False, interval: Interval = 0.2) -> None:
         found = _look_twice(watch, interval)
         processes = started.settle()
         if as_json:
-            print_json(tables.all_json(found, processes, watch.skipped))
+            print_json(tables.report(queues=found, processes=processes, skipped=watch.skipped))
             return
         console = tables.console()
         if found:
@@ -64,17 +66,15 @@ def ls(as_json: AsJson = False, interval: Interval = 0.2) -> None:
 def inspect(queue: Queue, as_json: AsJson = False, interval: Interval = 0.2) -> None:
     """Show a queue and each of its ends."""
     with _one_line(), Watch() as watch:
-        found = _look_twice(watch, interval)
-        one = chosen(queue, [each.queue for each in found])
-        [watched] = [each for each in found if each.queue is one]
+        one = chosen(queue, _look_twice(watch, interval))
         if as_json:
-            print_json(tables.report(queue=tables.queue_json(watched)))
+            print_json(tables.report(queue=one))
             return
         console = tables.console()
         for name, text in tables.facts_of(one).items():
             tables.print_folded(console, f"{name:<11}{text}", bold=name)
         console.print()
-        console.print(tables.ends_rows([watched], queues=False))
+        console.print(tables.ends_rows([one], named=False))
 
 
 def who(
@@ -101,12 +101,12 @@ def who(
         described = [(each, started.report(each)) for each in found]
         if unknown is not None and queue is not None and queue.isdigit() and is_own_process(int(queue)):
             # An engine, say, whose messages go over sockets.
-            process = next((report for _, report in described), None) or process_report(int(queue))
+            process = next((report for _, report in described), None) or spied_report(int(queue))
         elif unknown is not None and not found:
             raise unknown
         if as_json:
             content = [msgspec.structs.asdict(each) | msgspec.structs.asdict(report) for each, report in described]
-            print_json(tables.report(queues=[_as_json(each) for each in reports], process=process, processes=content))
+            print_json(tables.report(queues=reports, process=process, processes=content))
             return
         screen = _Screen(whole=stacks)
         if process is not None:
@@ -146,11 +146,10 @@ def dump(
 ) -> None:
     """Show the headers of the latest messages of a queue."""
     with _one_line(), Watch() as watch:
-        found = watch.look()
-        one = chosen(queue, [each.queue for each in found])
+        one = chosen(queue, watch.look())
         messages = last_messages(watch.ring(one), last, bodies=bodies)
         if as_json:
-            print_json(tables.report(queue=one.label, messages=[_message_json(each) for each in messages]))
+            print_json(tables.report(queue=one.label, messages=messages))
             return
         console = tables.console()
         if not messages:
@@ -159,7 +158,7 @@ def dump(
         console.print(_messages_rows(messages, bodies))
 
 
-def _look_twice(watch: Watch, interval: float) -> tuple[Watched, ...]:
+def _look_twice(watch: Watch, interval: float) -> tuple[QueueSnapshot, ...]:
     watch.look()
     time.sleep(interval)
     return watch.look()
@@ -218,16 +217,6 @@ def _one_line() -> Iterator[None]:
 # who
 
 
-def _as_json(report: Report) -> dict[str, Any]:
-    return {
-        "queue": report.queue.label,
-        "id": report.queue.header.queue_id,
-        "messages_per_s": report.messages_per_s,
-        "held_up": report.held_up,
-        "suspects": report.suspects,
-    }
-
-
 def _urgency(process: StartedProcess) -> tuple[bool, bool, bool, float]:
     """Sort processes: stalled ones first, likely culprits before their peers, then stopped ones, then all others."""
     return process.makes_progress, process.state == "stopped", process.waits_for_peers, -process.seconds
@@ -265,7 +254,8 @@ class _Screen:
 
     def show_healthy(self, report: Report) -> None:
         label = report.queue.label
-        texts = [f"{tables.count(report.messages_per_s)} messages/s", *(suspect.text for suspect in report.suspects)]
+        per_s = report.queue.writer.messages_per_s or 0.0
+        texts = [f"{tables.count(per_s)} messages/s", *(suspect.text for suspect in report.suspects)]
         self.show(f"{label}: no end holds the queue up ({'; '.join(texts)})", bold=label)
 
     def show_process(self, report: ProcessReport, started: Iterable[StartedProcess]) -> None:
@@ -340,12 +330,6 @@ def _progress(process: StartedProcess) -> str:
 # dump
 
 
-def _message_json(message: MessageHeader) -> dict[str, Any]:
-    built: dict[str, Any] = msgspec.structs.asdict(message)
-    preview: bytes | None = built.pop("preview")
-    return built | {"preview_hex": preview and preview.hex(), "preview_text": message.text}
-
-
 def _messages_rows(messages: list[MessageHeader], bodies: bool) -> tables.Rows:
     names = ("message", "kind", "codec", "size", "buffers", "where", "age", "unread by")
     rows: list[list[str | Text]] = []
@@ -366,8 +350,8 @@ def _messages_rows(messages: list[MessageHeader], bodies: bool) -> tables.Rows:
 
 
 def _preview(message: MessageHeader) -> str:
-    if message.preview is None:
+    if message.preview_hex is None:
         return "(not in the ring)"
-    if message.text is None:
-        return message.preview.hex(" ")
-    return repr(message.text)
+    if message.preview_text is None:
+        return bytes.fromhex(message.preview_hex).hex(" ")
+    return repr(message.preview_text)

@@ -6,16 +6,13 @@ from collections.abc import Collection, Iterable, Iterator
 from textwrap import wrap
 from typing import Any, Final, NamedTuple
 
-import msgspec
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from aioshm.observe.processes import StartedProcess
-from aioshm.observe.scan import Watched
 from aioshm.observe.snapshot import End, QueueSnapshot
 from aioshm.observe.suspects import LONG_LAG
-from aioshm.process.proc import HUNG
-from aioshm.ring.header import Latency
+from aioshm.process.proc import HUNG_STATES
 
 BAD = "bold red"
 POOR = "yellow"
@@ -130,12 +127,11 @@ def print_folded(console: Console, text: str, indent: str = "", *, bold: str = "
     console.print(shown, soft_wrap=True)
 
 
-def queues_rows(watched: Iterable[Watched]) -> Rows:
+def queues_rows(queues: Iterable[QueueSnapshot]) -> Rows:
     """Return the table of queues."""
     names = ("queue", "readers", "backlog", "rate", "writer", "bytes/s", "age", "memory")
     rows: list[list[str | Text]] = []
-    for each in watched:
-        queue = each.queue
+    for queue in queues:
         readers = str(sum(end.membership == "attached" for end in queue.readers))
         if queue.header.writer.remote_readers:
             readers += f" + {queue.header.writer.remote_readers} remote"
@@ -143,10 +139,10 @@ def queues_rows(watched: Iterable[Watched]) -> Rows:
             [
                 Text(queue.label),
                 readers,
-                lag(queue.header.backlog, queue),
-                rate(getattr(each.rates, "messages_per_s", None)),
+                lag(queue.writer, queue),
+                rate(queue.writer.messages_per_s),
                 process(queue.writer),
-                size(getattr(each.rates, "bytes_per_s", None)),
+                size(queue.bytes_per_s),
                 duration(queue.header.writer.age_s),
                 size(queue.memory_bytes + queue.overflow_bytes),
             ]
@@ -154,36 +150,32 @@ def queues_rows(watched: Iterable[Watched]) -> Rows:
     return Rows(names, {"queue"}, rows, [""] * len(rows), head=True)
 
 
-def ends_rows(watched: Iterable[Watched], *, queues: bool) -> Rows:
-    """Return the table of ends; ``queues`` adds the names of their queues."""
-    names = ("queue",) * queues + ("end", "pid", "state", "lag", "rate", "messages", "p50", "p99", "CPU", "command")
+def ends_rows(queues: Iterable[QueueSnapshot], *, named: bool) -> Rows:
+    """Return the table of ends; ``named``: with the names of their queues."""
+    names = ("queue",) * named + ("end", "pid", "state", "lag", "rate", "messages", "p50", "p99", "CPU", "command")
     rows: list[list[str | Text]] = []
     styles = []
-    for each in watched:
-        for number, end in enumerate(each.queue.ends):
-            rows.append([*([Text(each.queue.label)] * queues), *_end_row(each, number, end)])
+    for queue in queues:
+        for end in queue.ends:
+            rows.append([*([Text(queue.label)] * named), *_end_row(queue, end)])
             styles.append(_style(end))
-    return Rows(names, {"queue", "end", "state", "command"}, rows, styles, head=queues, tail=True)
+    return Rows(names, {"queue", "end", "state", "command"}, rows, styles, head=named, tail=True)
 
 
-def _end_row(each: Watched, number: int, end: End) -> list[str | Text]:
+def _end_row(queue: QueueSnapshot, end: End) -> list[str | Text]:
     name = "writer"
-    speed = cpu = None
-    if number:
+    if end.side == "reader":
         name = f"reader {end.rank}"
-    if each.rates is not None:
-        speed = (each.rates.messages_per_s, *each.rates.read_per_s)[number]
-        cpu = each.rates.cpu_share[number]
     return [
         name,
         str(end.pid or NONE),
         state(end),
-        lag(end.lag, each.queue),
-        rate(speed),
+        lag(end, queue),
+        rate(end.messages_per_s),
         count(end.messages),
         duration(end.latency_p50_s),
         duration(end.latency_p99_s),
-        share(cpu),
+        share(end.cpu_share),
         Text(end.command),
     ]
 
@@ -202,7 +194,7 @@ def state(end: End) -> Text:
 
 def is_bad(end: End) -> bool:
     """Return whether the queue waits for an end whose process does not run."""
-    return end.there and end.state in HUNG
+    return end.there and end.state in HUNG_STATES
 
 
 def _style(end: End) -> str:
@@ -218,15 +210,15 @@ def process(end: End) -> Text:
     return Text(f"{end.pid} {'closed' * (end.membership == 'closed')}".rstrip())
 
 
-def lag(number: int, queue: QueueSnapshot) -> Text:
-    """Return a lag, coloured by its share of the ring's slots."""
-    full = number / max(1, queue.header.slots)
+def lag(end: End, queue: QueueSnapshot) -> Text:
+    """Return the lag of an end, coloured by its share of the ring's slots."""
+    full = end.lag / max(1, queue.header.slots)
     style = ""
-    if full >= 1 or (queue.header.writer.parked and number):
+    if full >= 1 or (queue.header.writer.parked and end.lag):
         style = BAD
     elif full > LONG_LAG:
         style = POOR
-    return Text(count(number), style=style)
+    return Text(count(end.lag), style=style)
 
 
 def processes_rows(processes: Iterable[StartedProcess]) -> Rows:
@@ -285,32 +277,7 @@ def facts_of(queue: QueueSnapshot) -> dict[str, str]:
 
 def report(**content: Any) -> dict[str, Any]:
     """Return the object that ``--json`` prints."""
-    return {"version": JSON_VERSION, **{name: msgspec.to_builtins(value) for name, value in content.items()}}
-
-
-def all_json(watched: Iterable[Watched], started: Iterable[StartedProcess], skipped: int) -> dict[str, Any]:
-    """Return what ``ls`` and ``top`` print with ``--json``."""
-    return report(queues=[queue_json(each) for each in watched], processes=list(started), skipped=skipped)
-
-
-def queue_json(each: Watched) -> dict[str, Any]:
-    """Return a queue as ``--json`` prints it."""
-    built: dict[str, Any] = msgspec.to_builtins(each.queue)
-    header = built.pop("header")
-    for end, row in zip(built["readers"], header["readers"], strict=True):
-        end["latency"] = row["latency"]
-    sizes = ("n_reader", "max_chunk_bytes", "max_chunks", "slots", "inline_bytes")
-    totals = ("messages", "bytes", "overflows", "remote_readers", "age_s")
-    return {
-        "id": header["queue_id"],
-        "name": header["name"],
-        **built,
-        "ring": {name: header[name] for name in sizes},
-        **{name: header["writer"][name] for name in totals},
-        "backlog": each.queue.header.backlog,
-        "latency_bounds_ns": list(Latency.BOUNDS_NS),
-        "rates": each.rates,
-    }
+    return {"version": JSON_VERSION, **content}
 
 
 def count(number: float) -> str:

@@ -23,7 +23,8 @@ from aioshm.cli import tables
 from aioshm.cli.app import UNUSABLE, CommandFailed, interrupted
 from aioshm.errors import AioshmError
 from aioshm.observe.processes import StartedProcess, StartedProcesses
-from aioshm.observe.scan import Watch, Watched
+from aioshm.observe.scan import Watch
+from aioshm.observe.snapshot import QueueSnapshot
 
 Key = Literal["name", "rate", "backlog", "age", "memory", "cpu"]
 KEYS: tuple[Key, ...] = get_args(Key)
@@ -63,28 +64,22 @@ def top(
         raise CommandFailed(str(error), UNUSABLE) from None
 
 
-def ordered(watched: Sequence[Watched], key: Key) -> list[Watched]:
+def ordered(queues: Sequence[QueueSnapshot], key: Key) -> list[QueueSnapshot]:
     """Sort queues by name, or the largest first."""
 
-    def rank(each: Watched) -> float:
-        queue = each.queue
-        messages_per_s = 0.0
-        shares: tuple[float | None, ...] = ()
-        if each.rates is not None:
-            messages_per_s = each.rates.messages_per_s
-            shares = each.rates.cpu_share
+    def rank(queue: QueueSnapshot) -> float:
         return {
-            "rate": messages_per_s,
+            "rate": queue.writer.messages_per_s or 0.0,
             "backlog": queue.header.backlog,
             # Snapshots differ in time: the moment of creation is compared.
             "age": queue.header.writer.age_s - queue.taken_ns / 1e9,
             "memory": queue.memory_bytes + queue.overflow_bytes,
-            "cpu": sum(filter(None, shares)),
+            "cpu": sum(end.cpu_share or 0.0 for end in queue.ends),
         }[key]
 
     if key == "name":
-        return list(watched)
-    return sorted(watched, key=rank, reverse=True)
+        return list(queues)
+    return sorted(queues, key=rank, reverse=True)
 
 
 class _Pages(contextlib.AbstractContextManager["_Pages"]):
@@ -102,11 +97,11 @@ class _Pages(contextlib.AbstractContextManager["_Pages"]):
         time.sleep(seconds)
         return False
 
-    def show(self, watched: Sequence[Watched], started: Sequence[StartedProcess], skipped: int) -> None:
+    def show(self, queues: Sequence[QueueSnapshot], started: Sequence[StartedProcess], skipped: int) -> None:
         """Show all queues and processes."""
-        queues = ordered(watched, self._sort)
+        queues = ordered(queues, self._sort)
         if self._as_json:
-            print(msgspec.json.encode(tables.all_json(queues, started, skipped)).decode())
+            print(msgspec.json.encode(tables.report(queues=queues, processes=started, skipped=skipped)).decode())
         else:
             self._console.print(page(queues, started, skipped), crop=False)
         sys.stdout.flush()
@@ -118,7 +113,7 @@ class _Screen(_Pages):
     def __init__(self, sort: Key) -> None:
         super().__init__(sort)
         self._live = Live(console=Console(highlight=False), screen=True, auto_refresh=False)
-        self._latest: tuple[Sequence[Watched], Sequence[StartedProcess], int] = ((), (), 0)
+        self._latest: tuple[Sequence[QueueSnapshot], Sequence[StartedProcess], int] = ((), (), 0)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -143,25 +138,25 @@ class _Screen(_Pages):
                     self.show(*self._latest)
         return False
 
-    def show(self, watched: Sequence[Watched], started: Sequence[StartedProcess], skipped: int) -> None:
-        self._latest = (watched, started, skipped)
+    def show(self, queues: Sequence[QueueSnapshot], started: Sequence[StartedProcess], skipped: int) -> None:
+        self._latest = (queues, started, skipped)
         keys = Text("  ").join(Text(f"{key[0]} {key}", "dim") for key in KEYS)
         keys.highlight_words([f"{self._sort[0]} {self._sort}"], "not dim bold")
         head = Text("aioshm top   sort: ") + keys + Text("   q quit")
-        self._live.update(Group(head, page(ordered(watched, self._sort), started, skipped)), refresh=True)
+        self._live.update(Group(head, page(ordered(queues, self._sort), started, skipped)), refresh=True)
 
 
-def page(watched: Sequence[Watched], started: Sequence[StartedProcess], skipped: int) -> Group:
+def page(queues: Sequence[QueueSnapshot], started: Sequence[StartedProcess], skipped: int) -> Group:
     """Return the tables of queues, of engines and workers, and of ends."""
-    note = f"queues: {len(watched)}; engines and workers: {len(started)}; "
+    note = f"queues: {len(queues)}; engines and workers: {len(started)}; "
     note += f"processes of other users not looked at: {skipped}"
     parts: list[Text | tables.Rows] = [Text(tables.NO_QUEUE)]
-    if watched:
-        parts = [Text(), tables.queues_rows(watched)]
+    if queues:
+        parts = [Text(), tables.queues_rows(queues)]
     if started:
         parts += [Text(), tables.processes_rows(started)]
-    if watched:
-        parts += [Text(), tables.ends_rows(watched, queues=True)]
+    if queues:
+        parts += [Text(), tables.ends_rows(queues, named=True)]
     return Group(*parts, Text(), Text(note, style="dim"))
 
 

@@ -6,7 +6,6 @@ import codecs
 import struct
 from collections.abc import Iterator
 from time import monotonic_ns
-from typing import TypeAlias
 
 import msgspec
 
@@ -26,8 +25,6 @@ from aioshm.ring.layout import (
 )
 
 PREVIEW_BYTES = 64
-
-Preview: TypeAlias = bytes | None
 
 _KINDS = {INLINE: "inline", OVERFLOW: "overflow", RAW: "raw"}
 _SEQ_AT = 8
@@ -50,7 +47,8 @@ class MessageHeader(msgspec.Struct, frozen=True, kw_only=True):
         where: ``"slot"``, ``"chunk N"`` or ``"segment N"``.
         age_s: Seconds since the message was published.
         unread_by: The ranks of the readers that have not finished with it.
-        preview: The first bytes of the main part, if requested and in the ring.
+        preview_hex: The first bytes of the main part in hex, if requested and in the ring.
+        preview_text: The same as text, if it is printable UTF-8.
     """
 
     seq: int
@@ -62,21 +60,17 @@ class MessageHeader(msgspec.Struct, frozen=True, kw_only=True):
     where: str
     age_s: float
     unread_by: tuple[int, ...]
-    preview: Preview = None
+    preview_hex: str | None = None
+    preview_text: str | None = None
 
-    @property
-    def text(self) -> str | None:
-        """The preview as text, if it is printable UTF-8."""
-        if self.preview is None:
-            return None
-        is_whole = len(self.preview) == self.main_bytes  # else the last letter may be cut off
-        try:
-            text, _ = codecs.utf_8_decode(self.preview, "strict", is_whole)
-        except UnicodeDecodeError:
-            return None
-        if not text.isprintable():
-            return None
-        return text
+
+def _text(preview: bytes, is_whole: bool) -> str | None:
+    """Return a preview as text, if it is printable UTF-8; the last letter may be cut off unless it is whole."""
+    try:
+        text, _ = codecs.utf_8_decode(preview, "strict", is_whole)
+    except UnicodeDecodeError:
+        return None
+    return text if text.isprintable() else None
 
 
 def last_messages(ring: RingFile, number: int, *, bodies: bool = False) -> list[MessageHeader]:
@@ -117,7 +111,8 @@ def _message(ring: RingFile, head: bytes, slot: int, seq: int, bodies: bool) -> 
     place = (slot + SLOT_HEADER_BYTES, ring.layout.inline_bytes)
     where = "slot"
     nbytes = main_bytes
-    preview = None
+    preview_hex = None
+    preview_text = None
     if kind == OVERFLOW:
         nbytes = _U64.unpack_from(head, OVERFLOW_SIZE)[0]
         where = f"segment {_U32.unpack_from(head, _SEGMENT)[0]}"
@@ -131,6 +126,8 @@ def _message(ring: RingFile, head: bytes, slot: int, seq: int, bodies: bool) -> 
         begin = place[0] + round_up(8 * n_buffers, LINE)  # after the table of the buffers
         if bodies and how != PLACED and n_buffers <= MAX_BUFFERS and begin + main_bytes <= sum(place):
             preview = ring.read(begin, min(PREVIEW_BYTES, main_bytes))
+            preview_hex = preview.hex()
+            preview_text = _text(preview, len(preview) == main_bytes)
     codec = ""
     if kind != RAW:
         codec = name_of_code(code)
@@ -144,5 +141,6 @@ def _message(ring: RingFile, head: bytes, slot: int, seq: int, bodies: bool) -> 
         where=where,
         age_s=max(0, monotonic_ns() - at_ns) / 1e9,
         unread_by=(),
-        preview=preview,
+        preview_hex=preview_hex,
+        preview_text=preview_text,
     )

@@ -16,8 +16,8 @@ import msgspec
 
 from aioshm.config import Options
 from aioshm.observe.scan import RESCAN_S, Segment, find_segments
-from aioshm.observe.suspects import WINDOW_S, ProcessReport, process_report
-from aioshm.process.proc import child_name, parent_of, parse_faulthandler, process_info, read_file, users_line
+from aioshm.observe.suspects import WINDOW_S
+from aioshm.process.proc import STOPPED_STATES, child_name, parent_of, process_info
 from aioshm.process.progress import (
     BUSY,
     CELL_BYTES,
@@ -31,7 +31,7 @@ from aioshm.process.progress import (
     Sample,
     parse,
 )
-from aioshm.process.watch import is_frozen
+from aioshm.process.stacks import ProcessReport, parse_faulthandler, process_report, spied_report
 
 Kind: TypeAlias = Literal["engine", "worker", "standby", "API server", "coordinator", "process"]
 State: TypeAlias = Literal["starting", "idle", "busy", "stalled", "stopped", "ending", "running"]
@@ -55,7 +55,6 @@ CALLED: frozenset[Kind] = frozenset({"worker", "standby"})
 _STAMPING: frozenset[Kind] = CALLED | {"engine"}
 """Processes that write their cell as soon as they are ready."""
 _PHASES: dict[int, State] = {STARTING: "starting", IDLE: "idle", BUSY: "busy", ENDING: "ending", WAITING: "busy"}
-_STOPPED = ("stopped", "traced")
 _RATE_S = 0.2
 _PAUSE_S = 0.05
 _MAX_STACK_BYTES = 1 << 20
@@ -172,7 +171,7 @@ class _Process:
         if sample is None or kernel_state in ("gone", "zombie"):
             return None
         state, seconds = self.history.look(sample, time.monotonic_ns())
-        if kernel_state in _STOPPED or is_frozen(self.pid):
+        if kernel_state in STOPPED_STATES:
             state = "stopped"
             self.history.is_unsure = False
         elif not sample.steps and not sample.turned_ns and self._kind not in _STAMPING:
@@ -264,7 +263,7 @@ class StartedProcesses:
 
     def report(self, process: StartedProcess) -> ProcessReport:
         """Describe a process; without py-spy, by the stacks that its supervisor has read during the present stall."""
-        report = process_report(process.pid)
+        report = spied_report(process.pid)
         if report.stacks:
             return report
         for each in self._processes:
@@ -272,9 +271,8 @@ class StartedProcesses:
                 with suppress(OSError):
                     text, age_s = each.written(process.seconds)
                     if stacks := parse_faulthandler(text):
-                        line = users_line(stacks) or users_line(stacks, beyond_loops=True)
-                        hint = _AS_REPORTED.format(age_s)
-                        return msgspec.structs.replace(report, stacks=stacks, line=line, hint=hint)
+                        report = process_report(process.pid, stacks, "")
+                        return msgspec.structs.replace(report, hint=_AS_REPORTED.format(age_s))
         return report
 
     def _search(self) -> None:
@@ -291,14 +289,10 @@ class StartedProcesses:
 def _owner(holders: Collection[int]) -> tuple[int, int] | None:
     """Return the process that a cell belongs to, and its parent, among the processes that have the cell open.
 
-    Forked children of both have it open, too, but have the command line of their parent.
+    Forked children of both have it open, too, but have the command line of their parents.
     """
-    for pid in holders:
-        with suppress(OSError, ValueError, IndexError):  # the process has exited
-            parent = parent_of(pid)
-            if parent in holders and read_file(pid, "cmdline") != read_file(parent, "cmdline"):
-                return pid, parent
-    return None
+    parents = ((pid, parent_of(pid)) for pid in holders)
+    return next((found for found in parents if found[1] in holders), None)
 
 
 def find_processes(window_s: float = WINDOW_S) -> tuple[StartedProcess, ...]:

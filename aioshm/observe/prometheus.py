@@ -21,7 +21,7 @@ from aioshm.observe.metrics import (
 from aioshm.observe.processes import StartedProcess, StartedProcesses
 from aioshm.observe.scan import Watch
 from aioshm.observe.snapshot import QueueSnapshot
-from aioshm.process.proc import HUNG, check_proc
+from aioshm.process.proc import HUNG_STATES, check_proc
 from aioshm.ring.header import Latency
 
 if TYPE_CHECKING:
@@ -93,8 +93,7 @@ class HostCollector:
     def collect(self) -> Iterator[PrometheusMetric]:
         """Return the metrics; prometheus_client calls `collect` at each scrape, in any thread."""
         with self._lock:
-            queues = [each.queue for each in self._watch.look()]
-            samples = [*_host_samples(queues, self._watch.skipped), *_of_processes(self._started.look())]
+            samples = [*_host_samples(self._watch.look(), self._watch.skipped), *_of_processes(self._started.look())]
             return iter(_families(self._core, samples))
 
     def describe(self) -> list[PrometheusMetric]:
@@ -109,7 +108,7 @@ class HostCollector:
             self._watch.close()
 
 
-def _host_samples(queues: list[QueueSnapshot], skipped: int) -> Iterator[Sample]:
+def _host_samples(queues: Sequence[QueueSnapshot], skipped: int) -> Iterator[Sample]:
     """Yield the samples of a host's queues; of two queues with one name, the second has its id in the label."""
     yield Sample(METRICS["host_queues"], (), len(queues))
     yield Sample(METRICS["host_skipped_processes"], (), skipped)
@@ -144,7 +143,7 @@ def _of_queue(queue: QueueSnapshot, label: str) -> Iterator[Sample]:
         if end.there and end.pid:
             end_labels = (label, end.side, str(end.rank) * (end.side == "reader"))
             yield from samples_of("host end", end, *end_labels)
-            yield Sample(METRICS["queue_end_stopped"], end_labels, end.state in HUNG)
+            yield Sample(METRICS["queue_end_stopped"], end_labels, end.state in HUNG_STATES)
             yield Sample(METRICS["queue_end_parked"], end_labels, end.waits == "parked")
 
 

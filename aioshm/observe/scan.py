@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from time import monotonic, monotonic_ns
 from typing import Self
 
-import msgspec
-
 from aioshm.errors import AioshmError, HandleError
-from aioshm.observe.snapshot import QueueSnapshot, Scan, snapshot_of
+from aioshm.observe.snapshot import QueueSnapshot, Scan, snapshot_of, with_rates
 from aioshm.process.proc import PROC, ProcessInfo, check_proc, process_info
 from aioshm.ring.header import read_header, read_layout
 from aioshm.ring.layout import PID, PREAMBLE, WRITER_LINE, Layout
@@ -179,8 +177,7 @@ def find_queues() -> Scan:
         NoProc: There is no ``/proc``.
     """
     with Watch() as watch:
-        queues = tuple(each.queue for each in watch.look())
-        return Scan(queues, watch.skipped)
+        return Scan(watch.look(), watch.skipped)
 
 
 def find_queue(key: str) -> QueueSnapshot:
@@ -213,36 +210,6 @@ def _named(queue: QueueSnapshot) -> str:
     return f"{queue.label} (pid {queue.writer.pid})"
 
 
-class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """A queue's rates between two snapshots.
-
-    Attributes:
-        seconds: Time between the snapshots.
-        messages_per_s: Messages published.
-        bytes_per_s: Bytes in their bodies.
-        read_per_s: Messages that each reader has finished with, in the order of the readers.
-        cpu_share: The share of one CPU that each end's process used, in the order of the ends; None: not known.
-    """
-
-    seconds: float
-    messages_per_s: float
-    bytes_per_s: float
-    read_per_s: tuple[float, ...]
-    cpu_share: tuple[float | None, ...]
-
-
-class Watched(msgspec.Struct, frozen=True):
-    """A queue's snapshot and its rates.
-
-    Attributes:
-        queue: The queue now.
-        rates: Rates since the last snapshot; None for the first.
-    """
-
-    queue: QueueSnapshot
-    rates: Rates | None
-
-
 class Watch:
     """Reads this user's queues on this host again and again; a context manager.
 
@@ -266,8 +233,8 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def look(self) -> tuple[Watched, ...]:
-        """Return all queues, sorted by name, then by id.
+    def look(self) -> tuple[QueueSnapshot, ...]:
+        """Return all queues, sorted by name, then by id, with the rates since the last call.
 
         Raises:
             NoProc: There is no ``/proc``.
@@ -283,15 +250,12 @@ class Watch:
                 queue = ring.snapshot(processes)
                 if queue.holders:
                     now[ring.queue_id] = queue
-        watched = []
+        found = []
         for queue in sorted(now.values(), key=lambda queue: (not queue.header.name, queue.label)):
-            before = self._before.get(queue.header.queue_id, queue)
-            if before is queue:
-                watched.append(Watched(queue, None))
-            else:
-                watched.append(Watched(queue, rates(before, queue)))
+            before = self._before.get(queue.header.queue_id)
+            found.append(queue if before is None else with_rates(queue, before))
         self._before = now
-        return tuple(watched)
+        return tuple(found)
 
     def ring(self, queue: QueueSnapshot) -> RingFile:
         """Return the ring of a queue that the last `look` returned.
@@ -310,22 +274,3 @@ class Watch:
             ring.close()
         self._rings = []
         self._due = 0.0
-
-
-def rates(before: QueueSnapshot, now: QueueSnapshot) -> Rates:
-    """Return the rates between two snapshots of a queue."""
-    seconds = max((now.taken_ns - before.taken_ns) / 1e9, 1e-9)
-    earlier = {end.pid: end.cpu_s for end in before.ends}
-    return Rates(
-        seconds=seconds,
-        messages_per_s=max(0, now.header.writer.messages - before.header.writer.messages) / seconds,
-        bytes_per_s=max(0, now.header.writer.bytes - before.header.writer.bytes) / seconds,
-        read_per_s=tuple(
-            max(0, end.messages - then.messages) / seconds
-            for end, then in zip(now.readers, before.readers, strict=True)
-        ),
-        cpu_share=tuple(
-            max(0.0, end.cpu_s - earlier[end.pid]) / seconds if end.pid in earlier and end.cpu_s else None
-            for end in now.ends
-        ),
-    )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from aioshm.codec.registry import name_of_code
-from aioshm.process.proc import GONE, HUNG, ProcessInfo
+from aioshm.process.proc import HUNG_STATES, ProcessInfo
 from aioshm.ring.header import ReaderRow, RingHeader, WriterRow
 
 
@@ -28,6 +28,8 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
         latency_p50_s: Median time from publishing until the reader took a message; None: not known.
         latency_p99_s: The 99th percentile of the same.
         cpu_s: CPU time of its process, in seconds.
+        cpu_share: The share of one CPU that its process uses; None: not known.
+        messages_per_s: Rate of ``messages``; None: not known.
     """
 
     side: str
@@ -42,6 +44,8 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     latency_p50_s: float | None = None
     latency_p99_s: float | None = None
     cpu_s: float
+    cpu_share: float | None = None
+    messages_per_s: float | None = None
 
     @property
     def there(self) -> bool:
@@ -63,6 +67,7 @@ class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         overflow_segments: The number of overflow segments.
         overflow_bytes: Memory that the overflow segments occupy.
         taken_ns: The time of the snapshot, by ``time.monotonic_ns()``.
+        bytes_per_s: Bytes in the bodies of published messages; None: not known. Rates need two snapshots of a `Watch`.
     """
 
     label: str
@@ -75,6 +80,7 @@ class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     overflow_segments: int
     overflow_bytes: int
     taken_ns: int
+    bytes_per_s: float | None = None
 
     @property
     def ends(self) -> tuple[End, ...]:
@@ -138,7 +144,7 @@ def _end(
     waits = ""
     if row.parked:
         waits = "parked"
-    elif row.spinning and process.state not in HUNG:
+    elif row.spinning and process.state not in HUNG_STATES:
         waits = "spinning"
     return End(
         side=side,
@@ -157,8 +163,24 @@ def _end(
 def _process(pid: int, holders: Mapping[int, ProcessInfo]) -> ProcessInfo:
     """Return the holder with this pid in its own namespace; other processes are gone."""
     if not pid:
-        return msgspec.structs.replace(GONE, state="")
+        return ProcessInfo(pid=0, inner_pid=0, state="")
     for each in (holders.get(pid), *holders.values()):
         if each is not None and each.inner_pid == pid:
             return each
-    return msgspec.structs.replace(GONE, pid=pid)
+    return ProcessInfo(pid=pid, inner_pid=pid, state="gone")
+
+
+def with_rates(now: QueueSnapshot, before: QueueSnapshot) -> QueueSnapshot:
+    """Return a snapshot with the rates since an earlier one of the same queue."""
+    seconds = max((now.taken_ns - before.taken_ns) / 1e9, 1e-9)
+    cpu_s = {end.pid: end.cpu_s for end in before.ends}
+    ends = []
+    for end, then in zip(now.ends, before.ends, strict=True):
+        share = None
+        if end.pid in cpu_s and end.cpu_s:
+            share = max(0.0, end.cpu_s - cpu_s[end.pid]) / seconds
+        messages_per_s = max(0, end.messages - then.messages) / seconds
+        ends.append(msgspec.structs.replace(end, cpu_share=share, messages_per_s=messages_per_s))
+    bytes_per_s = max(0, now.header.writer.bytes - before.header.writer.bytes) / seconds
+    writer, *readers = ends
+    return msgspec.structs.replace(now, writer=writer, readers=tuple(readers), bytes_per_s=bytes_per_s)

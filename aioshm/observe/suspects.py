@@ -8,19 +8,10 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from aioshm.observe.scan import RingFile, Watch, Watched, chosen
+from aioshm.observe.scan import RingFile, Watch, chosen
 from aioshm.observe.snapshot import End, QueueSnapshot
-from aioshm.process.proc import (
-    HUNG,
-    LOOP_WAITS,
-    Frame,
-    ProcessInfo,
-    Stack,
-    process_info,
-    stacks_of,
-    users_line,
-    wait_channel,
-)
+from aioshm.process.proc import HUNG_STATES, wait_channel
+from aioshm.process.stacks import Frame, Stack, spied_report
 
 Kind = Literal["gone", "stopped", "absent", "blocked", "slow", "writer blocked", "writer idle"]
 
@@ -35,7 +26,6 @@ WINDOW_S = 0.25
 
 _TRIES = 5
 """Reads of the stack of a slow process: its event loop may wait at the moment of one read."""
-_PAUSE_S = 0.01
 
 
 class Suspect(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,15 +104,17 @@ def suspects(
 def _hung(now: QueueSnapshot) -> Iterator[Found]:
     """Find the ends of processes that do not run."""
     for end in now.ends:
-        if not end.there or not end.pid or end.state not in HUNG:
+        if not end.there or not end.pid or end.state not in HUNG_STATES:
             continue
-        if end.state in ("gone", "zombie"):
+        if end.state in ("gone", "zombie", "dead"):
             held = ", and its place is held for another one" * (end.membership == "held")
             yield "gone", end, f"its process is gone{held}"
         elif end.state == "stopped":
             yield "stopped", end, "its process is stopped (SIGSTOP or Ctrl-Z): kill -CONT continues it"
-        elif end.state == "traced":
+        elif end.state == "tracing-stop":
             yield "stopped", end, "its process is stopped by a debugger"
+        elif end.state == "frozen":
+            yield "stopped", end, "its process is frozen, with its cgroup"
         elif end.side == "writer":
             yield "writer blocked", end, "its process waits for a disk"
         else:
@@ -173,27 +165,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         queue: The queue.
         suspects: These ends, the gravest first; empty: the queue moves.
-        messages_per_s: Messages published meanwhile.
+        held_up: Whether an end holds the queue up: the first of the suspects, at least.
     """
 
     queue: QueueSnapshot
     suspects: tuple[Suspect, ...]
-    messages_per_s: float
-
-    @property
-    def held_up(self) -> bool:
-        """Whether an end holds the queue up: the first of the suspects, at least."""
-        return any(suspect.grave for suspect in self.suspects)
-
-
-class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a process that has no queue; attributes as in `Suspect`."""
-
-    process: ProcessInfo
-    wait_channel: str
-    line: Frame | None
-    stacks: tuple[Stack, ...]
-    hint: str
+    held_up: bool
 
 
 def who(key: str | None = None, *, window_s: float = WINDOW_S) -> tuple[Report, ...]:
@@ -209,19 +186,13 @@ def who(key: str | None = None, *, window_s: float = WINDOW_S) -> tuple[Report, 
         QueueNotFound: No queue matches; the text lists all queues.
     """
     with Watch() as watch:
-        before = {each.queue.header.queue_id: each.queue for each in watch.look()}
+        before = {queue.header.queue_id: queue for queue in watch.look()}
         wanted: Collection[str] = before
         if key is not None:
             wanted = _wanted(key, list(before.values()))
         time.sleep(window_s)
-        found = [each for each in watch.look() if each.queue.header.queue_id in wanted]
-        return tuple(_report(watch.ring(each.queue), before[each.queue.header.queue_id], each) for each in found)
-
-
-def process_report(pid: int) -> ProcessReport:
-    """Describe a process, whether it has a queue or not."""
-    line, stacks, hint = _line_of(pid, 1)
-    return ProcessReport(process=process_info(pid), wait_channel=wait_channel(pid), line=line, stacks=stacks, hint=hint)
+        found = [queue for queue in watch.look() if queue.header.queue_id in wanted]
+        return tuple(_report(watch.ring(queue), before[queue.header.queue_id], queue) for queue in found)
 
 
 def _wanted(key: str, queues: list[QueueSnapshot]) -> set[str]:
@@ -233,13 +204,11 @@ def _wanted(key: str, queues: list[QueueSnapshot]) -> set[str]:
     return found or {chosen(key, queues).header.queue_id}
 
 
-def _report(ring: RingFile, before: QueueSnapshot, now: Watched) -> Report:
-    queue = now.queue
-    keeping, awaited = _flags(ring, queue)
-    channels = {end.pid: wait_channel(end.pid) for end in queue.ends if end.pid}
-    found = suspects(before, queue, keeping, awaited, channels)
-    messages_per_s = getattr(now.rates, "messages_per_s", 0.0)
-    return Report(queue=queue, suspects=tuple(map(_with_stacks, found)), messages_per_s=messages_per_s)
+def _report(ring: RingFile, before: QueueSnapshot, now: QueueSnapshot) -> Report:
+    keeping, awaited = _flags(ring, now)
+    channels = {end.pid: wait_channel(end.pid) for end in now.ends if end.pid}
+    found = tuple(_with_stacks(suspect) for suspect in suspects(before, now, keeping, awaited, channels))
+    return Report(queue=now, suspects=found, held_up=any(suspect.grave for suspect in found))
 
 
 def _flags(ring: RingFile, now: QueueSnapshot) -> tuple[list[int], list[int]]:
@@ -267,19 +236,5 @@ def _with_stacks(suspect: Suspect) -> Suspect:
     tries = 1
     if suspect.kind == "slow":
         tries = _TRIES
-    line, stacks, hint = _line_of(suspect.pid, tries)
-    return msgspec.structs.replace(suspect, stacks=stacks, line=line, hint=hint)
-
-
-def _line_of(pid: int, tries: int) -> tuple[Frame | None, tuple[Stack, ...], str]:
-    """Return the line of the user's code that a process executes, its stacks, and a hint."""
-    for _ in range(tries):
-        stacks, hint = stacks_of(pid)
-        line = users_line(stacks)
-        if line is not None or not stacks:
-            return line, stacks, hint
-        time.sleep(_PAUSE_S)
-    line = users_line(stacks, beyond_loops=True)
-    if line is not None:
-        hint = LOOP_WAITS
-    return line, stacks, hint
+    seen = spied_report(suspect.pid, tries)
+    return msgspec.structs.replace(suspect, stacks=seen.stacks, line=seen.line, hint=seen.hint)

@@ -11,10 +11,9 @@ from contextlib import suppress
 from typing import Self
 
 from aioshm.process.limits import start_thread
-from aioshm.process.proc import stacks_of_thread, users_line, wait_channel
 from aioshm.process.progress import ENDING, own
-from aioshm.process.stalls import LOOK_S, Culprit, Judge
-from aioshm.process.watch import process_state
+from aioshm.process.stacks import process_report, stacks_of_thread
+from aioshm.process.stalls import LOOK_S, Judge
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -80,10 +79,8 @@ class SelfWatch:
 
     def _report(self, seconds: float) -> None:
         pid = os.getpid()
-        stacks = stacks_of_thread(self._watched)
-        line = users_line(stacks) or users_line(stacks, beyond_loops=True)
-        found = Culprit(process_state(pid), wait_channel(pid), line, "")
-        logger.warning("%s (pid %d) is stalled: no progress for %.0f s: %s", self._name, pid, seconds, found.describe())
+        where = process_report(pid, stacks_of_thread(self._watched), "").describe()
+        logger.warning("%s (pid %d) is stalled: no progress for %.0f s: %s", self._name, pid, seconds, where)
 
 
 _running: set[SelfWatch] = set()

@@ -7,25 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import NamedTuple
 
 from aioshm.errors import OutOfThreads
 from aioshm.process.background import give_back, in_thread
 from aioshm.process.child import Child
-from aioshm.process.proc import (
-    LOOP_WAITS,
-    Frame,
-    Stack,
-    handles_signal,
-    parse_faulthandler,
-    runs_a_loop,
-    stacks_of,
-    users_line,
-    wait_channel,
-)
+from aioshm.process.proc import STOPPED_STATES, handles_signal, process_state
 from aioshm.process.progress import BUSY, IDLE, STACK_SIGNAL, TURN_S, WAITING, Sample
 from aioshm.process.restart import Health, Restart
-from aioshm.process.watch import STOPPED_STATES, process_state
+from aioshm.process.stacks import ProcessReport, Stack, parse_faulthandler, process_report, stacks_of
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -92,39 +81,13 @@ class Judge:
         return True
 
 
-class Culprit(NamedTuple):
-    """What a process without progress does: the kernel's words, and the line of Python if it can be read."""
-
-    state: str
-    channel: str
-    line: Frame | None
-    hint: str
-
-    def describe(self) -> str:
-        """Return a text such as ``sleeping in futex_wait_queue, model.py:41 in forward``."""
-        text = self.state
-        if self.channel:
-            text += f" in {self.channel}"
-        if self.line is not None:
-            text += f", at {self.line}"
-        return f"{text}; {self.hint}" if self.hint else text
-
-
-def culprit(process: Child) -> Culprit:
+def culprit(process: Child) -> ProcessReport:
     """Find out what a process does: by py-spy, or else by ``faulthandler``. Blocks for up to some seconds."""
     pid = process.pid or 0
-    state = process_state(pid)
-    channel = wait_channel(pid)
     stacks, hint = stacks_of(pid)
-    if not stacks and state not in STOPPED_STATES:
-        stacks = _written_stacks(process)
-    line = users_line(stacks) or users_line(_waiting_stacks(process))
-    if stacks:
-        hint = LOOP_WAITS if line is None and runs_a_loop(stacks) else ""
-        line = line or users_line(stacks, beyond_loops=True)
-    if line is not None and line.file == "<string>":  # the command that starts a process of multiprocessing
-        line = None
-    return Culprit(state, channel, line, hint)
+    if not stacks and process_state(pid) not in STOPPED_STATES and (stacks := _written_stacks(process)):
+        hint = ""
+    return process_report(pid, stacks, hint, _waiting_stacks(process))
 
 
 def _waiting_stacks(process: Child) -> tuple[Stack, ...]:
@@ -276,7 +239,7 @@ class ProgressWatch:
             health = watched.health
             seconds = watched.judge.without_progress_s
             found = await self._culprit(watched)
-            if watched.process not in self._watched or found.state in _EXITED_STATES:
+            if watched.process not in self._watched or found.process.state in _EXITED_STATES:
                 return
             seconds = max(seconds, watched.judge.without_progress_s)
             waits = ""
@@ -296,24 +259,24 @@ class ProgressWatch:
         assert self._restart is not None
         found = await self._culprit(watched)
         seconds = watched.judge.without_progress_s
-        stopped = found.state in STOPPED_STATES
+        stopped = found.process.state in STOPPED_STATES
         continued = watched.health == "stopped" and not stopped
         if not seconds or continued or (stopped and not self._restart.kill_stopped):
             watched.ending = False  # it has moved, or was continued or stopped just now
             return
         where = f"({found.describe()})" if found.line is None else f"at {found.line}"
         if stopped and found.line is not None:
-            where = f"({found.state}) {where}"
+            where = f"({found.process.state}) {where}"
         reason = f"hung for {seconds:.0f} s {where}, and was killed"
         await give_back(lambda: watched.process.end(reason))
 
-    async def _culprit(self, watched: Watched) -> Culprit:
+    async def _culprit(self, watched: Watched) -> ProcessReport:
         async with self._naming:
             try:
                 return await in_thread(lambda: culprit(watched.process))
             except OutOfThreads as error:
                 pid = watched.process.pid or 0
-                return Culprit(process_state(pid), wait_channel(pid), None, str(error))
+                return process_report(pid, (), str(error))
 
     def _enter(self, watched: Watched, health: Health, where: str) -> None:
         if (health, where) != (watched.health, watched.where):

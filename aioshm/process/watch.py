@@ -1,4 +1,4 @@
-"""Exits of processes, noticed by an event loop without a thread, and process states as the system reports them."""
+"""Exits of processes, noticed by an event loop without a thread."""
 
 from __future__ import annotations
 
@@ -10,19 +10,10 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from aioshm.closing import Closing
 
-STOPPED_STATES = frozenset({"stopped", "tracing-stop", "frozen"})
-"""States of processes that somebody has stopped: by SIGSTOP, with a debugger, or with the freezer of a cgroup."""
-SUSPECT_STATES = STOPPED_STATES | {"zombie", "dead", "gone", "disk-sleep"}
-"""States in which a process does nothing for its queue."""
-NOT_VISIBLE = "not visible from here"
-"""The state of a process that the system does not show; also if no descriptor is left to read it."""
-
-_PF_EXITING = 0x4  # linux/sched.h
 _FIRST_RECHECK_S = 0.001
 _LAST_RECHECK_S = 0.25
 _CODE_WITHIN_S = 1.0
@@ -30,64 +21,6 @@ _CODE_WITHIN_S = 1.0
 _RECHECK_FOR_S = 2.0
 """How long to poll a manager after one of its descriptors became readable: the exit may be known already."""
 _SHOWN_CHARACTERS = 500
-
-
-def process_state(pid: int) -> str:
-    """Return "running", "sleeping", "stopped", "frozen", "gone"...; a pid of 0 is in another pid namespace."""
-    if pid <= 0:
-        return NOT_VISIBLE
-    if is_frozen(pid):
-        return "frozen"
-    try:
-        import psutil  # takes 12 ms, and only a report of a delay needs it
-    except (ImportError, OSError):  # OSError: no descriptor to read it
-        return NOT_VISIBLE
-    try:
-        return str(psutil.Process(pid).status())
-    except psutil.NoSuchProcess:
-        return "gone"
-    except (psutil.Error, OSError):  # OSError: no /proc, or no descriptor to read it
-        return NOT_VISIBLE
-
-
-def is_frozen(pid: int, root: Path = Path("/")) -> bool:
-    """Return whether the freezer of a cgroup, of either version, has stopped a process (cgroups(7))."""
-    groups = root / "sys/fs/cgroup"
-    try:
-        for line in (root / f"proc/{pid}/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers and "frozen 1" in _read_if_there(groups / path.lstrip("/") / "cgroup.events"):
-                return True
-            v1_state = groups / "freezer" / path.lstrip("/") / "freezer.state"
-            if controllers == "freezer" and "FROZEN" in _read_if_there(v1_state):
-                return True
-    except (OSError, ValueError):
-        pass
-    return False
-
-
-def _read_if_there(path: Path) -> str:
-    with suppress(OSError):
-        return path.read_text()
-    return ""
-
-
-def is_dying(pid: int) -> bool:
-    """Return whether a process is being ended, but has not closed all of its files yet (Linux; see proc(5))."""
-    if pid <= 0:
-        return False
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False
-    state = fields[0]
-    flags = int(fields[6])
-    threads = int(fields[17])
-    if state in "ZX" and threads <= 1:
-        return False  # the process has closed its files: other processes hold those that are still open
-    pending = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
-    return bool(flags & _PF_EXITING) or any(signals >> (signal.SIGKILL - 1) & 1 for signals in pending)
 
 
 class WatchedProcess(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 from aioshm.errors import AioshmError
 from aioshm.lifeline.sockets import Doorbell
-from aioshm.process.watch import SUSPECT_STATES
+from aioshm.process.proc import HUNG_STATES
 from aioshm.queue.closing import Closable
 from aioshm.queue.handle import Answers
 from aioshm.ring import RingReader
@@ -188,7 +188,7 @@ def findings(who: str, state: str, silent_s: float | None, answers: Answers) -> 
     if state:
         is_ = f" is {state}"
         also = f" is {state} and"
-    if state in SUSPECT_STATES:
+    if state in HUNG_STATES:
         return logging.WARNING, f"{who}{is_}"
     if silent_s is None and answers == "by a thread":
         text = "answers by a thread of its own: whether the program that uses the queue hangs is not known here"

@@ -22,6 +22,7 @@ from aioshm.cli.app import run
 from aioshm.process import proc, progress
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.progress import BUSY, IDLE, STARTING
+from aioshm.process.stacks import NOT_INSTALLED, stacks_of
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="it looks into /proc")
 
@@ -161,7 +162,7 @@ class TestWho:
         self, processes: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pid = processes["EngineCore_0"].pid
-        seen, reason = proc.stacks_of(pid)
+        seen, reason = stacks_of(pid)
         if not seen:
             pytest.skip(reason)
         monkeypatch.setenv("COLUMNS", "500")
@@ -181,19 +182,19 @@ class TestWho:
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr("aioshm.observe.suspects.stacks_of", lambda pid: ((), proc.NOT_INSTALLED))
+        monkeypatch.setattr("aioshm.process.stacks.stacks_of", lambda pid: ((), NOT_INSTALLED))
         engine = processes["EngineCore_0"]
         args = ["who", *[str(engine.pid)] * by_pid, "--window", "0.02"]
         engine.progress.drop_stacks()
         with stopped(processes[LONG].pid):
             eventually(lambda: f"pid {engine.pid} (" in said(capsys, *args))
-            assert said(capsys, *args).count(proc.NOT_INSTALLED) == 1
+            assert said(capsys, *args).count(NOT_INSTALLED) == 1
         if by_pid:
             engine.progress.drop_stacks()
             engine.send_signal(progress.STACK_SIGNAL)
             eventually(lambda: "in hang" in engine.progress.stacks())
             out = said(capsys, *args)
-            assert ("in hang" in out, proc.NOT_INSTALLED in out) == (True, False)
+            assert ("in hang" in out, NOT_INSTALLED in out) == (True, False)
 
     @pytest.mark.parametrize("by_pid", [False, True])
     def test_a_process_is_described_by_name_and_by_pid(

@@ -15,7 +15,7 @@ from support import eventually
 
 from aioshm.observe import find_queue, who
 from aioshm.observe.suspects import Suspect
-from aioshm.process.proc import stacks_of
+from aioshm.process.stacks import stacks_of
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ async def test_headers() -> None:
             (2, "inline", "msgpack", 6, "slot"),
         ]
         assert [each.unread_by for each in last_messages(ring, 10)] == [(), (0,), (0,)]
-        assert {each.preview for each in messages} == {None}
+        assert {each.preview_hex for each in messages} == {None}
         assert all(0 <= each.age_s < 60 for each in messages)
         assert await reader.dequeue() == "second", "nothing was taken"
 
@@ -59,8 +59,9 @@ async def test_bodies() -> None:
         await writer.enqueue("ü".encode() * 40)
         await writer.enqueue(b"y" * 5000)
         found = last_messages(ring, 9, bodies=True)
-        assert [each.preview for each in found] == [b"plain text", b"\xff\x00", "ü".encode() * 32, b"y" * 64]
-        assert [each.text for each in found] == ["plain text", None, "ü" * 32, "y" * 64]
+        previews = [bytes.fromhex(each.preview_hex or "") for each in found]
+        assert previews == [b"plain text", b"\xff\x00", "ü".encode() * 32, b"y" * 64]
+        assert [each.preview_text for each in found] == ["plain text", None, "ü" * 32, "y" * 64]
         assert found[3].where.startswith("chunk ")
         assert found[3].bytes == 5000
 
@@ -73,8 +74,8 @@ async def test_a_body_is_never_decoded() -> None:
     async with queue() as (writer, _, ring):
         await writer.enqueue(Explosive())
         [message] = last_messages(ring, 1, bodies=True)
-        assert message.preview is not None
-        assert message.preview.startswith(b"\x80")
+        assert message.preview_hex is not None
+        assert message.preview_hex.startswith("80")
 
 
 async def test_arrays() -> None:
@@ -94,7 +95,7 @@ async def test_overflow_and_raw() -> None:
         async with writer.acquire_write() as slot:
             slot[:3] = b"abc"
         overflow, _raw = last_messages(ring, 2, bodies=True)
-        assert (overflow.kind, overflow.preview) == ("overflow", None)
+        assert (overflow.kind, overflow.preview_hex) == ("overflow", None)
         assert overflow.where == "segment 0"
         assert overflow.bytes >= 300_000
 

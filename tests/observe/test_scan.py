@@ -87,7 +87,7 @@ def test_other_processes(planted: Planted) -> None:
 def test_ended_queue_is_not_kept_alive_by_a_watch(planted: Planted) -> None:
     with Watch(rescan_s=60) as looker:
         processes = planted.queue("write", "read")
-        assert planted.name in [each.queue.label for each in looker.look()]
+        assert planted.name in [queue.label for queue in looker.look()]
         for process in processes:
             process.kill()
             process.wait()
@@ -145,20 +145,18 @@ class TestWatch:
                 await writer.wait_until_ready()
                 key = writer.export_handle().queue_id.hex()
                 with Watch(rescan_s=1000) as watch:
-                    [first] = [each for each in watch.look() if each.queue.header.queue_id == key]
-                    assert first.rates is None
+                    [first] = [queue for queue in watch.look() if queue.header.queue_id == key]
+                    assert (first.bytes_per_s, first.writer.messages_per_s) == (None, None)
                     for _ in range(100):
                         await writer.enqueue(b"x" * 50)
                     assert await reader.dequeue() is not None
                     await asyncio.sleep(0.02)
-                    [second] = [each for each in watch.look() if each.queue.header.queue_id == key]
-                    found = second.rates
-                    assert found is not None
-                    assert round(found.messages_per_s * found.seconds) == 100
-                    assert round(found.bytes_per_s * found.seconds) == second.queue.header.writer.bytes
-                    assert round(found.read_per_s[0] * found.seconds) == 1
-                    assert len(found.cpu_share) == 2
-                    assert watch.ring(second.queue).queue_id == key
+                    [second] = [queue for queue in watch.look() if queue.header.queue_id == key]
+                    seconds = (second.taken_ns - first.taken_ns) / 1e9
+                    assert [round((end.messages_per_s or 0) * seconds) for end in second.ends] == [100, 1]
+                    assert round((second.bytes_per_s or 0) * seconds) == second.header.writer.bytes
+                    assert all((end.cpu_share or 0) >= 0 for end in second.ends)
+                    assert watch.ring(second).queue_id == key
                     with pytest.raises(KeyError):
                         watch.ring(TestChoosing.queue("other", "ab" * 16, 1))
 
@@ -166,8 +164,8 @@ class TestWatch:
         with Watch(rescan_s=0) as watch:
             async with MessageQueue(0, 0) as writer:
                 key = writer.export_handle().queue_id.hex()
-                assert key in [each.queue.header.queue_id for each in watch.look()]
-            assert key not in [each.queue.header.queue_id for each in watch.look()]
+                assert key in [queue.header.queue_id for queue in watch.look()]
+            assert key not in [queue.header.queue_id for queue in watch.look()]
 
 
 def test_public_names_are_imported_on_first_use() -> None:

@@ -24,6 +24,7 @@ from aioshm.observe.processes import History, StartedProcess, StartedProcesses, 
 from aioshm.process import proc, progress
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.progress import BUSY, FILE_NAME, IDLE, STACK_SIGNAL, STARTING, WAITING, Sample
+from aioshm.process.stacks import NOT_INSTALLED
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 
@@ -259,7 +260,7 @@ def test_process_of_another_user_is_passed_over() -> None:
 
 
 def test_without_py_spy_the_stack_is_the_one_that_the_supervisor_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioshm.observe.suspects.stacks_of", lambda pid: ((), proc.NOT_INSTALLED))
+    monkeypatch.setattr("aioshm.process.stacks.stacks_of", lambda pid: ((), NOT_INSTALLED))
     lines = Path(__file__).read_text().splitlines()
     number = next(number for number, text in enumerate(lines, 1) if text.endswith("# HERE"))
     with started(EngineCore_0=(busy, (0.001,))) as processes:
@@ -271,7 +272,7 @@ def test_without_py_spy_the_stack_is_the_one_that_the_supervisor_has_read(monkey
 
         eventually(lambda: seen().state == "stalled")
         report = watch.report(seen())
-        assert (report.line, report.hint) == (None, proc.NOT_INSTALLED)
+        assert (report.line, report.hint) == (None, NOT_INSTALLED)
         cell.drop_stacks()
         processes["EngineCore_0"].send_signal(STACK_SIGNAL)
         eventually(lambda: "in busy" in cell.stacks())

@@ -66,7 +66,8 @@ class TestVerdict:
     def test_stopped_end_is_named_before_it_holds_up_anything(self) -> None:
         assert found(look(5, 5, 5), look(5, 5, 5, states={SECOND: "stopped"})) == [("stopped", 1)]
         assert found(look(5, 5, 5), look(5, 5, 5, states={WRITER: "stopped"})) == [("stopped", -1)]
-        assert found(look(5, 5, 5), look(5, 5, 5, states={FIRST: "traced"})) == [("stopped", 0)]
+        for state in ("tracing-stop", "frozen"):
+            assert found(look(5, 5, 5), look(5, 5, 5, states={FIRST: state})) == [("stopped", 0)]
 
     def test_gone(self) -> None:
         now = look(5, 5, 5, states={FIRST: "gone", SECOND: "zombie"})
@@ -132,5 +133,5 @@ class TestVerdict:
         assert found(look(5, 5, 3, closed=True), look(5, 5, 3, closed=True)) == [("blocked", 1)]
 
     def test_the_gravest_first(self) -> None:
-        now = look(60, 41, 30, states={WRITER: "waiting for a disk", SECOND: "stopped"})
+        now = look(60, 41, 30, states={WRITER: "disk-sleep", SECOND: "stopped"})
         assert found(look(50, 40, 30), now) == [("stopped", 1), ("slow", 0), ("writer blocked", -1)]

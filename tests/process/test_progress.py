@@ -23,6 +23,7 @@ from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.progress import BUSY, IDLE, Sample
 from aioshm.process.restart import Restart
+from aioshm.process.stacks import NOT_INSTALLED, ProcessReport, parse_faulthandler, process_report, users_line
 from aioshm.process.stalls import Judge, ProgressWatch, Watched
 
 WARNING_S = 0.6
@@ -153,10 +154,10 @@ def test_output_of_faulthandler_is_parsed() -> None:
         'Current thread 0x2 (most recent call first):\n  File "/usr/lib/python3.11/x.py", line 1 in x\n'
         '  File "/app/model.py", line 41 in forward\n'
     )
-    first, second = proc.parse_faulthandler(text)
+    first, second = parse_faulthandler(text)
     assert (first.is_main, second.is_main) == (True, False)
-    assert str(proc.users_line([second, first])) == "/app/model.py:41 in forward"
-    assert proc.parse_faulthandler("") == ()
+    assert str(users_line([second, first])) == "/app/model.py:41 in forward"
+    assert parse_faulthandler("") == ()
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_a_frozen_cgroup_is_recognised(tmp_path: Path, files: dict[str, str], fr
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert watch.is_frozen(7, tmp_path) is frozen
+    assert proc.is_frozen(7, tmp_path) is frozen
 
 
 # Children that hang
@@ -253,7 +254,7 @@ def line_of(function: Callable[[], None]) -> str:
 
 
 def without_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioshm.process.stalls.stacks_of", lambda pid: ((), proc.NOT_INSTALLED))
+    monkeypatch.setattr("aioshm.process.stalls.stacks_of", lambda pid: ((), NOT_INSTALLED))
 
 
 @pytest.mark.parametrize(
@@ -288,9 +289,9 @@ async def test_a_step_that_awaits_for_ever_is_named_with_the_line_of_its_corouti
 
 
 async def test_a_process_that_is_stopped_while_its_line_is_found_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attach_a_debugger(process: Child) -> stalls.Culprit:
+    def attach_a_debugger(process: Child) -> ProcessReport:
         os.kill(process.pid or 0, signal.SIGSTOP)
-        eventually(lambda: watch.process_state(process.pid or 0) in watch.STOPPED_STATES)  # a moment later
+        eventually(lambda: proc.process_state(process.pid or 0) in proc.STOPPED_STATES)  # a moment later
         return culprit(process)
 
     culprit = stalls.culprit
@@ -305,7 +306,7 @@ async def test_a_process_that_is_stopped_while_its_line_is_found_is_not_killed(m
 async def test_a_process_that_exits_while_its_line_is_found_is_not_reported(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exit_first(process: Child) -> stalls.Culprit:
+    def exit_first(process: Child) -> ProcessReport:
         os.kill(process.pid or 0, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOWAIT)
         return culprit(process)
@@ -322,10 +323,10 @@ async def test_a_process_that_exits_while_its_line_is_found_is_not_reported(
 async def test_a_process_that_moves_while_its_line_is_found_is_named_all_the_same(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def move(_: Child) -> stalls.Culprit:
+    def move(_: Child) -> ProcessReport:
         own.enter(IDLE)
         moved.wait(30)
-        return stalls.Culprit("sleeping", "", None, "why")
+        return process_report(0, (), "why")
 
     moved = threading.Event()
     monkeypatch.setattr(stalls, "culprit", move)
@@ -341,13 +342,13 @@ async def test_a_process_that_moves_while_its_line_is_found_is_named_all_the_sam
     await until(lambda: "why" in caplog.text)
     watcher.close()
     child.progress.close()
-    assert "engine 7 (pid None) was stalled: no progress for 0 s: sleeping; why" in caplog.text
+    assert "engine 7 (pid None) was stalled: no progress for 0 s: not visible from here; why" in caplog.text
 
 
 async def test_a_process_that_is_continued_while_its_line_is_found_has_time_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def go_on(process: Child) -> stalls.Culprit:
+    def go_on(process: Child) -> ProcessReport:
         if found.health == "stopped":
             os.kill(process.pid or 0, signal.SIGCONT)
         return culprit(process)

@@ -15,8 +15,8 @@ from support import eventually
 
 from aioshm.process import progress
 from aioshm.process.child import Child
-from aioshm.process.proc import NOT_INSTALLED
 from aioshm.process.progress import BUSY, STACK_SIGNAL
+from aioshm.process.stacks import NOT_INSTALLED
 from aioshm.process.stalls import culprit
 
 LONG_S = 100
@@ -93,5 +93,5 @@ def test_process_without_the_handler_is_not_asked_for_its_stacks(
     assert (found.line, found.hint) == (None, NOT_INSTALLED)
     child.kill()
     child.join()
-    assert culprit(child).state == "gone"
+    assert culprit(child).process.state == "gone"
     child.release()

@@ -19,12 +19,11 @@ from aioshm.process.background import in_thread
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.placement import Placement, check_placement, place_of
+from aioshm.process.proc import HUNG_STATES, process_state
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S, ashutdown
 from aioshm.process.watch import (
-    SUSPECT_STATES,
     ProcessExit,
     WatchedProcess,
-    process_state,
 )
 
 STOP_S = 1.0
@@ -211,7 +210,7 @@ def startup_failure(
         if process is not None and process.name not in failed:
             names.append(process.name)
             state = process_state(process.pid or 0)
-            if state in SUSPECT_STATES:
+            if state in HUNG_STATES:
                 causes.append(f"{process.name} (pid {process.pid}) is {state}")
     last_lines: dict[str, list[str]] = {}
     if hasattr(manager, "last_lines"):

@@ -20,10 +20,11 @@ from aioshm.engine.startup.launch import CoreEngineLaunch
 from aioshm.errors import EndClosed, EngineDead
 from aioshm.process.background import in_thread
 from aioshm.process.child import Child
+from aioshm.process.proc import STOPPED_STATES, process_state
 from aioshm.process.restart import Health, Life, RankInfo, Restart, RestartHistory, bring_back
 from aioshm.process.stalls import Watched
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S, ashutdown
-from aioshm.process.watch import STOPPED_STATES, ProcessExit, ProcessWatch, process_state
+from aioshm.process.watch import ProcessExit, ProcessWatch
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 

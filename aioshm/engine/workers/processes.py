@@ -19,10 +19,11 @@ from aioshm.lifeline.sockets import sweep_leftovers
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.placement import Placement, place_of
+from aioshm.process.proc import HUNG_STATES, process_state
 from aioshm.process.restart import Restart
 from aioshm.process.stalls import ProgressWatch, Watched
 from aioshm.process.stopping import ashutdown
-from aioshm.process.watch import SUSPECT_STATES, ProcessExit, ProcessWatch, process_state
+from aioshm.process.watch import ProcessExit, ProcessWatch
 
 if TYPE_CHECKING:
     from aioshm.engine.workers.session import Session
@@ -204,7 +205,7 @@ class WorkerProcesses:
             known = [f"pid {worker.pid}"]
             if life is not None and life.state in ("stalled", "stopped"):
                 known += [life.state, *[life.where] * bool(life.where)]
-            elif (state := process_state(worker.pid)) in SUSPECT_STATES:
+            elif (state := process_state(worker.pid)) in HUNG_STATES:
                 known.append(state)
             texts.append(f"{worker.name} ({', '.join(known)})")
         return ", ".join(texts)

@@ -21,7 +21,7 @@ from aioshm.lifeline.protocol import ANY_RANK, Hello, Welcome
 from aioshm.lifeline.sockets import new_address
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import naming_limits
-from aioshm.process.watch import is_dying, process_state
+from aioshm.process.proc import is_dying, process_state
 from aioshm.queue.local.loans import Extent, Loans, Placed
 from aioshm.queue.local.overflow import SECRET_BYTES, OverflowSegments
 from aioshm.queue.registry import ReaderRegistry, ReaderSlot

@@ -19,7 +19,7 @@ from aioshm.lifeline.dialer import Lifeline, dial, hang_up
 from aioshm.lifeline.protocol import Hello
 from aioshm.lifeline.sockets import Doorbell, peer_credentials
 from aioshm.process.limits import naming_limits
-from aioshm.process.watch import SUSPECT_STATES, process_state
+from aioshm.process.proc import HUNG_STATES, process_state
 from aioshm.queue.handle import Handle
 from aioshm.queue.local.attachment import Attachment, WriterWaker
 from aioshm.queue.local.copying import CopyingSlots, eviction
@@ -225,7 +225,7 @@ class RingSource(Source):
         return self.ring.core.seq
 
     def ask_writer(self) -> bool:
-        if self.attachment is None or process_state(self._lifeline.writer_pid) in SUSPECT_STATES:
+        if self.attachment is None or process_state(self._lifeline.writer_pid) in HUNG_STATES:
             return False
         self._lifeline.ask()
         return True
@@ -252,7 +252,7 @@ class RingSource(Source):
             return
         level, about = self._findings()
         lifeline = self._lifeline
-        answers = lifeline.silent_s is None and process_state(lifeline.writer_pid) not in SUSPECT_STATES
+        answers = lifeline.silent_s is None and process_state(lifeline.writer_pid) not in HUNG_STATES
         awaited = "message"
         if self._ring.ready():  # the body was sent before its slot was published
             level = logging.WARNING

@@ -16,7 +16,7 @@ from aioshm.arguments import shown
 from aioshm.config import Options
 from aioshm.errors import IdentityError, NameTaken, OutOfDescriptors, SharedMemoryError
 from aioshm.process.limits import naming_limits
-from aioshm.process.watch import process_state
+from aioshm.process.proc import process_state
 from aioshm.queue.names import files
 from aioshm.zeromq.endpoint import CurveKeys
 

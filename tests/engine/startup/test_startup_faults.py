@@ -15,7 +15,7 @@ from aioshm.engine import (
     CoreEngineState,
 )
 from aioshm.errors import EngineStartupError, HandshakeError
-from aioshm.process.watch import process_state
+from aioshm.process.proc import process_state
 
 pytestmark = pytest.mark.slow_on_uvloop
 

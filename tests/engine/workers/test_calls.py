@@ -16,7 +16,7 @@ from support import until
 
 from aioshm import CodecError, MessageTooLarge, Options, WorkerError
 from aioshm.engine import WorkerGroup
-from aioshm.process.watch import process_state
+from aioshm.process.proc import process_state
 
 pytestmark = pytest.mark.slow_on_uvloop
 

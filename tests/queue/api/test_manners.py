@@ -21,7 +21,7 @@ from remotes import ready_ends, wide_writer
 from support import until
 
 from aioshm import EndClosed, Handle, HandleError, MessageQueue, PeerClosed
-from aioshm.process.watch import process_state
+from aioshm.process.proc import process_state
 
 pytestmark = pytest.mark.slow_on_uvloop
 

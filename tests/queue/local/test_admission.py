@@ -20,7 +20,7 @@ from remotes import wide_writer
 from support import cancelled_after, eventually, until
 
 from aioshm import MessageQueue, Options, PeerDied, blocking
-from aioshm.process.watch import process_state
+from aioshm.process.proc import process_state
 
 
 async def check(writer: MessageQueue, *readers: MessageQueue) -> None:

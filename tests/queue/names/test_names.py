@@ -32,7 +32,7 @@ from aioshm import (
     blocking,
     merge,
 )
-from aioshm.process.watch import process_state
+from aioshm.process.proc import process_state
 from aioshm.queue.local.source import RingSource
 from aioshm.queue.names.registry import NamedWriters
 from aioshm.ring.cores import native_core
