@@ -62,7 +62,8 @@ def _runs(table: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     for kind in ("mutations", "findings", "spare"):
         for mutation in table.get(kind, ()):
             name = mutation["define"]
-            yield kind, name, f"-D{name} {mutation.get('run', '')}", mutation["where"]
+            for also in ("", mutation["also"]) if "also" in mutation else ("",):
+                yield kind, name, f"-D{name} {mutation.get('run', '')} {also}", f"{mutation['where']} {also}".rstrip()
 
 
 def _one(model: str, kind: str, name: str, defines: str, where: str) -> bool:

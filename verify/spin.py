@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import tempfile
 import time
@@ -35,8 +34,9 @@ def check(model: str, defines: str, limit_s: float = 300.0) -> Outcome:
     """Search a model exhaustively, or until it fails."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="aioshm-verify-") as folder:
-        shutil.copy(MODELS / f"{model}.pml", folder)
-        _run(["spin", *defines.split(), "-a", f"{model}.pml"], folder, 60)
+        text, others = source(model, defines.split())
+        Path(folder, f"{model}.pml").write_text(text)
+        _run(["spin", *others, "-a", f"{model}.pml"], folder, 60)
         flags = ["-O2", "-w", "-DSAFETY", "-DNOBOUNDCHECK", "-DCOLLAPSE", f"-DMEMLIM={MEMORY_MB}"]
         _run(["gcc", *flags, "-o", "pan", "pan.c"], folder, 120)
         text = _run(["./pan", f"-m{DEPTH}", "-w24"], folder, limit_s)
@@ -60,6 +60,24 @@ def check(model: str, defines: str, limit_s: float = 300.0) -> Outcome:
         megabytes=float(_number(r"([\d.]+)\s+total actual memory usage", text)),
         seconds=time.monotonic() - began,
     )
+
+
+def source(model: str, defines: list[str]) -> tuple[str, list[str]]:
+    """Return a model with its bounds and its mutation, and the definitions that are left for SPIN.
+
+    ``-DN=5`` sets a bound, a line "#define N 4". ``-DNAME`` removes lines that end with "/* -NAME */", and takes in the
+    text of lines "/* +NAME: text */".
+    """
+    text = (MODELS / f"{model}.pml").read_text()
+    others = []
+    for define in defines:
+        name, _, value = define.removeprefix("-D").partition("=")
+        text = re.sub(rf"^.*/\* -{name} \*/\n", "", text, flags=re.MULTILINE)
+        text = re.sub(rf"^/\* \+{name}: (.*) \*/$", r"\1", text, flags=re.MULTILINE)
+        text, bounds = re.subn(rf"^#define {name} \S+", f"#define {name} {value or 1}", text, flags=re.MULTILINE)
+        if not bounds:
+            others.append(define)
+    return text, others
 
 
 def _number(pattern: str, text: str) -> str:

@@ -43,7 +43,9 @@ def test_a_change_of_either_language_is_noticed(tmp_path, monkeypatch) -> None:
 def test_every_mutation_is_one_of_its_model() -> None:
     for model, table in tomllib.loads(TABLE.read_text()).items():
         text = (MODELS / f"{model}.pml").read_text()
-        known = set(re.findall(r"#(?:ifdef|ifndef)\s+(\w+)|defined\((\w+)\)", text))
+        known = set(
+            re.findall(r"#(?:ifdef|ifndef)\s+(\w+)|defined\((\w+)\)|/\* [-+](\w+)(?:: .*)? \*/$", text, re.MULTILINE)
+        )
         names = {name for pair in known for name in pair if name}
         for kind in ("mutations", "findings", "spare"):
             for mutation in table.get(kind, ()):

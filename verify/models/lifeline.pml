@@ -39,22 +39,16 @@ active proctype reader() {
     do                                                            /* await answer */
     :: down?WELCOME -> break
     :: down?CLOSED -> assert(closed_flag); goto over
-#ifndef NO_END_READER
-    :: down_end && empty(down) -> assert(kill_w); goto over       /* PeerDied */
-#endif
+    :: down_end && empty(down) -> assert(kill_w); goto over       /* PeerDied */ /* -NO_END_READER */
     :: leaves -> left_on_purpose = 1; up!BYE; goto over           /* cancelled: hang_up */
     od;
     up!PROVEN;
     do                                                            /* attached */
     :: down?GO
     :: down?BYE -> assert(closed_flag); goto over
-#ifndef NO_END_READER
-    :: down_end && empty(down) -> assert(kill_w); goto over
-#endif
+    :: down_end && empty(down) -> assert(kill_w); goto over                      /* -NO_END_READER */
     :: leaves -> left_on_purpose = 1;
-#ifndef NO_GOODBYE
-        up!BYE;
-#endif
+        up!BYE;                                                                  /* -NO_GOODBYE */
         goto over
     od
     } unless { kill_r };
@@ -76,12 +70,10 @@ active proctype writer() {
     :: !accepted && !waiting && up_end -> goto ended              /* nobody comes any more */
     :: admitted && up?[PROVEN] -> up?PROVEN; settled = 1; down!GO
     :: admitted && up?[BYE] -> up?BYE; bye = 1
-#ifndef NO_END_WRITER
-    :: accepted && up_end && empty(up) ->                         /* gone */
-        assert(!admitted || bye == left_on_purpose || kill_r);
-        assert(!bye || left_on_purpose);
-        taken = 0; goto ended
-#endif
+    :: accepted && up_end && empty(up) ->                         /* gone */     /* -NO_END_WRITER */
+        assert(!admitted || bye == left_on_purpose || kill_r);                   /* -NO_END_WRITER */
+        assert(!bye || left_on_purpose);                                         /* -NO_END_WRITER */
+        taken = 0; goto ended                                                    /* -NO_END_WRITER */
     :: closes ->                                                  /* close */
         closed_flag = 1;
         if
@@ -93,15 +85,11 @@ active proctype writer() {
 #endif
         :: !accepted
         fi;
-#ifndef NO_SHUTDOWN
-        listening = 0;
-#endif
-#ifndef NO_TURN_AWAY
-        if
-        :: waiting -> waiting = 0; down!CLOSED
-        :: !waiting
-        fi;
-#endif
+        listening = 0;                                                           /* -NO_SHUTDOWN */
+        if                                                                       /* -NO_TURN_AWAY */
+        :: waiting -> waiting = 0; down!CLOSED                                   /* -NO_TURN_AWAY */
+        :: !waiting                                                              /* -NO_TURN_AWAY */
+        fi;                                                                      /* -NO_TURN_AWAY */
         listening = 0;
         down_end = 1; taken = 0;
         goto ended

@@ -16,12 +16,8 @@
  * Properties: a body is whole and that of its message, also for as long as the program views it, and for a newcomer; what a dead
  * writer has published can be read, unless the reader left its socket full; nobody waits for ever.
  */
-#ifndef M
 #define M 4
-#endif
-#ifndef CAP
 #define CAP 1
-#endif
 chan sock = [CAP] of { byte };
 byte marker[2], head[M], tail[M], used_for[M], outbox[M];
 byte n_outbox, n_segments, published, read, have, viewed;
@@ -57,32 +53,22 @@ active proctype writer() {
     {
     do
     :: m < M && m - read < 2 ->
-#ifdef VIEWED_FIRST
-        seen = viewed;
-#endif
+/* +VIEWED_FIRST:         seen = viewed; */
         atomic { free0 = FREE(0); free1 = FREE(1) }
-#ifndef VIEWED_FIRST
-        seen = viewed;
-#endif
+        seen = viewed;                                                           /* -VIEWED_FIRST */
         if                                            /* fitting: one that is free, or a new one */
         :: free0 && !(seen & 1) -> s = 0
         :: free1 && !(seen & 2) -> s = 1
         :: n_segments < M -> atomic { s = n_segments; used_for[s] = NO_MESSAGE; n_segments++; fresh = 1 }
         fi;
-#ifndef KEEP_NUMBER
-        used_for[s] = NO_MESSAGE;
-#endif
+        used_for[s] = NO_MESSAGE;                                                /* -KEEP_NUMBER */
         atomic { head[s] = m; assert(WHOLE(0) && WHOLE(1) && WHOLE(2) && WHOLE(3)) }
         tail[s] = m;
         used_for[s] = m;
-#ifndef MARKER_FIRST
-        if :: fresh -> hand_over(s) :: else fi;
-#endif
+        if :: fresh -> hand_over(s) :: else fi;                                  /* -MARKER_FIRST */
         marker[m % 2] = s;
         published = m + 1;                            /* marker */
-#ifdef MARKER_FIRST
-        if :: fresh -> hand_over(s) :: else fi;
-#endif
+/* +MARKER_FIRST:         if :: fresh -> hand_over(s) :: else fi; */
         atomic { m++; s = 0; fresh = 0; seen = 0; free0 = 0; free1 = 0 }
     :: n_outbox > 0 && nfull(sock) -> empty_outbox()
     :: lost_reader -> break                           /* evicted */
@@ -114,15 +100,11 @@ active proctype reader() {
         assert(s == read);
         if                                            /* view: an array that the program keeps */
         :: !views -> atomic { views = 1; at = n; msg = read };
-#ifndef VIEW_LATE
-            viewed = 1 << n
-#endif
+            viewed = 1 << n                                                      /* -VIEW_LATE */
         :: skip
         fi;
         atomic { read++; s = 0; n = 0 };
-#ifdef VIEW_LATE
-        if :: views -> viewed = 1 << at :: else fi
-#endif
+/* +VIEW_LATE:         if :: views -> viewed = 1 << at :: else fi */
     :: views -> check_view(); views = 0; viewed = 0   /* drop */
     :: nempty(sock) -> arrive()
     :: read == M -> break

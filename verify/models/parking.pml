@@ -29,12 +29,8 @@
  * Property: no deadlock. Whoever sleeps has been rung, or nobody owes him anything.
  */
 
-#ifndef MESSAGES
 #define MESSAGES 3
-#endif
-#ifndef BATCH
 #define BATCH 1
-#endif
 #define B 4
 
 byte mem[6];
@@ -142,9 +138,7 @@ active proctype writer() {
             if :: sent % BATCH == 0 -> break :: else fi
         :: sent == MESSAGES -> break
         od;
-#ifndef NO_FENCE_AFTER_PUBLISHING
-        fence(0);
-#endif
+        fence(0);                                                                /* -NO_FENCE_AFTER_PUBLISHING */
         load(0, R_PARKED, parked);                   /* tell */
         if
         :: parked ->
@@ -180,30 +174,18 @@ active proctype reader() {
         :: there <= have && !end_of_file ->
             do                                       /* park */
             :: store(1, R_PARKED, 1);
-#ifndef NO_FENCE_AFTER_PARKING
-                fence(1);
-#endif
-#ifndef NO_LOOK_AFTER_PARKING
-                load(1, PUBLISHED, there);
-                if :: there > have -> break :: else fi;
-#endif
-#ifdef DRAIN_AFTER_LOOKING
-                bell[0] = 0;
-#endif
+                fence(1);                                                        /* -NO_FENCE_AFTER_PARKING */
+                load(1, PUBLISHED, there);                                       /* -NO_LOOK_AFTER_PARKING */
+                if :: there > have -> break :: else fi;                          /* -NO_LOOK_AFTER_PARKING */
+/* +DRAIN_AFTER_LOOKING:                 bell[0] = 0; */
                 if
                 :: atomic { bell[0] == 1 -> bell[0] = 0; catch_up(1) }
-#ifndef NO_END_OF_FILE
-                :: atomic { dead[0] -> end_of_file = 1; catch_up(1) } break
-#endif
+                :: atomic { dead[0] -> end_of_file = 1; catch_up(1) } break      /* -NO_END_OF_FILE */
 #ifdef TWIN
-#ifndef NO_RECHECK
-                :: true                              /* the timer */
-#endif
+                :: true                              /* the timer */             /* -NO_RECHECK */
 #endif
                 fi;
-#ifdef NO_LOOK_AFTER_PARKING
-                break
-#endif
+/* +NO_LOOK_AFTER_PARKING:                 break */
             od;
             store(1, R_PARKED, 0)
         fi
@@ -224,36 +206,24 @@ active proctype writer() {
 #endif
     };
     store(0, WANTED, 1);                             /* want */
-#ifndef NO_FENCE_AFTER_WANTING
-    fence(0);
-#endif
+    fence(0);                                                                    /* -NO_FENCE_AFTER_WANTING */
     do                                               /* park */
     :: store(0, W_PARKED, 1);
-#ifndef NO_FENCE_AFTER_PARKING
-        fence(0);
-#endif
-#ifndef NO_LOOK_AFTER_PARKING
-        load(0, FLAG, mine);
-        load(0, FLAG + 1, other);
-        if :: mine && (other || read_killed) -> break :: else fi;
-#endif
+        fence(0);                                                                /* -NO_FENCE_AFTER_PARKING */
+        load(0, FLAG, mine);                                                     /* -NO_LOOK_AFTER_PARKING */
+        load(0, FLAG + 1, other);                                                /* -NO_LOOK_AFTER_PARKING */
+        if :: mine && (other || read_killed) -> break :: else fi;                /* -NO_LOOK_AFTER_PARKING */
         if
         :: atomic { bell[1] == 1 -> bell[1] = 0; catch_up(0) }
-#ifndef NO_END_OF_FILE
-        :: atomic { dead[2] && !read_killed -> read_killed = 1; catch_up(0) }
-            store(0, FLAG + 1, 1)                    /* gone: evicted, its flags are set */
-#endif
+        :: atomic { dead[2] && !read_killed -> read_killed = 1; catch_up(0) }    /* -NO_END_OF_FILE */
+            store(0, FLAG + 1, 1)                    /* gone: evicted, its flags are set */ /* -NO_END_OF_FILE */
 #ifdef TWIN
-#ifndef NO_RECHECK
-        :: true
-#endif
+        :: true                                                                  /* -NO_RECHECK */
 #endif
         fi;
-#ifdef NO_LOOK_AFTER_PARKING
-        load(0, FLAG, mine);
-        load(0, FLAG + 1, other);
-        if :: mine && (other || read_killed) -> break :: else fi;
-#endif
+/* +NO_LOOK_AFTER_PARKING:         load(0, FLAG, mine); */
+/* +NO_LOOK_AFTER_PARKING:         load(0, FLAG + 1, other); */
+/* +NO_LOOK_AFTER_PARKING:         if :: mine && (other || read_killed) -> break :: else fi; */
     od;
     store(0, W_PARKED, 0)
 }
@@ -262,16 +232,12 @@ proctype reader(byte r) {
     byte parked, wanted, mine, other, j;
     {
     store(1 + r, FLAG + r, 1);                       /* release */
-#ifndef NO_FENCE_AFTER_RELEASING
-    fence(1 + r);
-#endif
+    fence(1 + r);                                                                /* -NO_FENCE_AFTER_RELEASING */
     load(1 + r, W_PARKED, parked);
     if
     :: parked ->
         load(1 + r, W_PARKED, parked);               /* can_go_on */
-#ifndef NO_FENCE_IN_CAN_GO_ON
-        fence(1 + r);
-#endif
+        fence(1 + r);                                                            /* -NO_FENCE_IN_CAN_GO_ON */
         load(1 + r, WANTED, wanted);
         load(1 + r, FLAG, mine);
         load(1 + r, FLAG + 1, other);

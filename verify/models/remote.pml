@@ -20,15 +20,9 @@
  * Properties: each message once, in order; what was acknowledged was read; no deadlock, so nothing is lost and nobody waits
  * for the dead.
  */
-#ifndef M
 #define M 4
-#endif
-#ifndef W
 #define W 2
-#endif
-#ifndef CUTS
 #define CUTS 2
-#endif
 mtype = { DATA, MARK, ACK, RESEND };
 chan data = [6] of { mtype, byte };
 chan control = [4] of { mtype, byte, byte };
@@ -53,12 +47,8 @@ active proctype writer() {
         atomic { if :: data_up && subscribed -> data!DATA,seq :: else fi; seq++ }
     :: !data_up -> atomic {                                   /* subscribed, over a new connection */
         data_up = 1; subscribed = 1;
-#ifndef NO_AGAIN_RESET
-        again[0] = 0; again[1] = 0; again[2] = 0; again[3] = 0;
-#endif
-#ifndef NO_MARK
-        data!MARK,seq
-#endif
+        again[0] = 0; again[1] = 0; again[2] = 0; again[3] = 0;                  /* -NO_AGAIN_RESET */
+        data!MARK,seq                                                            /* -NO_MARK */
         }
     :: control?ACK,first,_ -> atomic {                        /* acknowledge */
         assert(first <= seq);
@@ -100,9 +90,7 @@ active proctype reader() {
         fi; s = 0 }
     :: data?MARK,s -> atomic {                                /* marked */
         if :: s > known -> known = s :: else fi;
-#ifndef NO_ASK_AGAIN
-        asked = next;
-#endif
+        asked = next;                                                            /* -NO_ASK_AGAIN */
         s = 0 }
     :: control_up && (asked > next -> asked : next) < known && nfull(control) -> atomic {   /* ask */
         s = (asked > next -> asked : next);
@@ -110,9 +98,7 @@ active proctype reader() {
     :: taken < next -> taken++                                /* read */
     :: control_up && told < taken && nfull(control) -> atomic { control!ACK,taken,0; told = taken }
     :: !control_up -> atomic { control_up = 1;                /* introduce */
-#ifndef NO_INTRODUCE
-        asked = next; told = 0
-#endif
+        asked = next; told = 0                                                   /* -NO_INTRODUCE */
         }
     :: dead_w && empty(data) -> break
     :: taken == M && acked == M -> break

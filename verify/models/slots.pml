@@ -33,33 +33,15 @@
  * HISTORY, LEASES slots kept at once. All of it together is more states than there is memory: see verify/models.toml.
  */
 
-#ifndef N
 #define N 4
-#endif
-#ifndef DEATHS
 #define DEATHS 0
-#endif
-#ifndef JOINS
 #define JOINS 0
-#endif
-#ifndef HISTORY
 #define HISTORY 2
-#endif
-#ifndef SIZES
 #define SIZES 2            /* 0: all fit a slot, 1: all take a chunk, 2: by turns, 3: any */
-#endif
-#ifndef ABANDON
 #define ABANDON 0          /* whether filling a claimed slot may fail, once */
-#endif
-#ifndef VICTIM
 #define VICTIM 1           /* who may be killed: a reader; 2: the writer */
-#endif
-#ifndef DISMISS
 #define DISMISS 0          /* whether living readers are dismissed */
-#endif
-#ifndef LEASES
 #define LEASES 0           /* slots that a reader keeps at once */
-#endif
 #define S 3                /* slots */
 #define C 2                /* chunks */
 #define NOTHING 15
@@ -185,9 +167,7 @@ inline evict(r) {
     unread[r] = 1;
     flag[r] = 1;
     flag[2 + r] = 1;
-#ifndef NO_EVICT_ALL
-    flag[4 + r] = 1;
-#endif
+    flag[4 + r] = 1;                                                             /* -NO_EVICT_ALL */
     d_step { count_places(); }
 }
 
@@ -200,9 +180,7 @@ inline publish() {
         claimed = 0;
         check_chunks()
     };
-#ifdef ANNOUNCE_FIRST
-    atomic { written[at] = 1; published++ };
-#endif
+/* +ANNOUNCE_FIRST:     atomic { written[at] = 1; published++ }; */
 #ifndef NO_CLEAR
     if
     :: places > 0 -> flag[2 * at] = unread[0]
@@ -213,9 +191,7 @@ inline publish() {
     :: else
     fi;
 #endif
-#ifndef ANNOUNCE_FIRST
-    atomic { written[at] = 1; published++ };
-#endif
+    atomic { written[at] = 1; published++ };                                     /* -ANNOUNCE_FIRST */
     d_step { seq++; at = (at + 1 == S -> 0 : at + 1) }
 }
 
@@ -246,9 +222,7 @@ active proctype writer() {
             :: else
             fi
         };
-#ifndef NO_UNWRITE
-        written[at] = 0;
-#endif
+        written[at] = 0;                                                         /* -NO_UNWRITE */
         if
         :: large -> stamp[free[n_free - 1]] = seq + 1
         :: else
@@ -260,14 +234,10 @@ active proctype writer() {
         }
     :: claimed != 0 ->                                                     /* FILL, PUBLISH */
         d_step { i = (claimed == 2 -> S + free[n_free - 1] : at); m = seq };
-#ifdef PUBLISH_FIRST
-        publish();
-#endif
+/* +PUBLISH_FIRST:         publish(); */
         head[i] = m;
         tail[i] = m;
-#ifndef PUBLISH_FIRST
-        publish();
-#endif
+        publish();                                                               /* -PUBLISH_FIRST */
         d_step { i = 0; m = 0; chosen = 0; large = 0 }
 #ifdef RECLAIM_CLAIMED
     :: n_used > 0 && IS_FINISHED(used_seq[0]) ->                           /* asked for room */
@@ -310,9 +280,7 @@ active proctype writer() {
         do
         :: m > first ->
             d_step { m--; keep_again(m); check_chunks() };
-#ifndef NO_HISTORY_FLAG
-            flag[2 * (m % S) + i] = 0
-#endif
+            flag[2 * (m % S) + i] = 0                                            /* -NO_HISTORY_FLAG */
         :: else -> break
         od;
         atomic {
@@ -331,17 +299,13 @@ active proctype writer() {
             first = m;
             do
             :: m > 0 && m + S > seq && !flag[2 * ((m - 1) % S) + i] -> m--;
-#ifndef NO_GIVE_BACK
-                flag[2 * (m % S) + i] = 1
-#endif
+                flag[2 * (m % S) + i] = 1                                        /* -NO_GIVE_BACK */
             :: else -> break
             od;
-#ifndef NO_RESUME_SKIP
-            do
-            :: first < seq && flag[2 * (first % S) + i] -> first++
-            :: else -> break
-            od;
-#endif
+            do                                                                   /* -NO_RESUME_SKIP */
+            :: first < seq && flag[2 * (first % S) + i] -> first++               /* -NO_RESUME_SKIP */
+            :: else -> break                                                     /* -NO_RESUME_SKIP */
+            od;                                                                  /* -NO_RESUME_SKIP */
             count[i] = first; start[i] = first; inc[i]++;
             assert(first == taken[i]);
             place[i] = HERE; first = 0; m = 0; i = 0
@@ -423,12 +387,10 @@ copy:                                                                      /* CO
         h = head[(chunk == 0 -> i : S + chunk - 1)];
         t = tail[(chunk == 0 -> i : S + chunk - 1)] }
     fi;
-#ifndef NO_WHOLE
-    if                                                                     /* WHOLE */
-    :: flag[2 * i + r] == 1 -> goto refused                                /* evicted meanwhile: it may be torn */
-    :: flag[2 * i + r] == 0
-    fi;
-#endif
+    if                                                                     /* WHOLE */ /* -NO_WHOLE */
+    :: flag[2 * i + r] == 1 -> goto refused                                /* evicted meanwhile: it may be torn */ /* -NO_WHOLE */
+    :: flag[2 * i + r] == 0                                                      /* -NO_WHOLE */
+    fi;                                                                          /* -NO_WHOLE */
     d_step {
         assert(h == next && t == next);                                    /* whole, and its turn */
         assert(next < published);                                          /* for everybody to read */
