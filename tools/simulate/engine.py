@@ -245,6 +245,7 @@ class Cluster:
         )
         self.startup._router = router
         self.startup._closed = True  # nothing to close
+        self.startup._reads = True
         self.startup._on_ready = self._ready
         self.handshake.allow_restarts()
         self.states: dict[int, str] = {}

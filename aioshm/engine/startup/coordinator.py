@@ -26,7 +26,7 @@ from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.startup.options import StartupOptions
 from aioshm.engine.startup.processes import local_engines, startup_failure, stop_startup
 from aioshm.engine.startup.router import HandshakeRouter
-from aioshm.errors import EngineStartupError, HandshakeError, RoleError
+from aioshm.errors import HandshakeError, RoleError
 from aioshm.logs import LogLimiter
 from aioshm.process.background import completed, notify, notify_soon
 from aioshm.process.watch import ProcessWatch, WatchedManager, WatchedProcess
@@ -56,9 +56,9 @@ class EngineStartupCoordinator(AsyncClosing):
     the missing engine would never come. A failure, or leaving the block before every engine is ready, stops the engines
     of ``proc_manager``, and ``coord_process``.
 
-    From the beginning of the block on, messages are read and processes watched. The time without progress runs from the
-    first `wait` on. ``proc_manager`` and ``coord_process`` may be set until then: with a port that the kernel chooses,
-    engines can only start inside the block, with `handshake_address`.
+    Messages are read from the beginning of the block on. Processes are watched from the first `wait` on, and the time
+    without progress runs from there. ``proc_manager`` and ``coord_process`` may be set until then: with a port that the
+    kernel chooses, engines can only start inside the block, with `handshake_address`.
 
     Args:
         handshake_address: Where engines say HELLO: an ``ipc://`` or ``tcp://`` address to bind, or a bound ROUTER
@@ -72,6 +72,7 @@ class EngineStartupCoordinator(AsyncClosing):
 
     Attributes:
         proc_manager, coord_process: See above.
+        watched_processes: See `StartupOptions`; may be set until the first `wait`.
         handshake: The states of the engines, and their messages.
         report: The answers of the engines; None until all are ready.
 
@@ -105,19 +106,15 @@ class EngineStartupCoordinator(AsyncClosing):
             remote_headless=chosen.remote_headless,
         )
         self.progress_timeout: float = chosen.progress_timeout or engine_ready_timeout()
-        self._since: dict[int, float] = {}  # the last progress of each engine
-        self._clock: asyncio.Task[None] | None = None
-        self._watch: ProcessWatch | None = None
-        self._watched: tuple[WatchedProcess, ...] = tuple(chosen.watched_processes)
-        self._watched_manager: WatchedManager | None = None
-        self._stopping: asyncio.Task[None] | None = None
-        self._settled = asyncio.Event()
-        self._failing: asyncio.TimerHandle | None = None  # since the exit of a process
-        self._limiter = LogLimiter(_LOG_INTERVAL_S)
+        self.watched_processes: Iterable[WatchedProcess] = chosen.watched_processes
         self.report: StartupReport | None = None
-        self._failure: str | HandshakeError | None = None  # "": the exit of a process
-        self._conclusion: asyncio.Task[EngineStartupError] | None = None
+        self._since: dict[int, float] = {}  # the last progress of each engine
+        self._reads = False
+        self._news = asyncio.Event()  # an engine has advanced, a process has exited, a message was refused
+        self._refused: HandshakeError | None = None
+        self._outcome: asyncio.Task[StartupReport] | None = None  # since the first `wait`
         self._on_ready: Callable[[int], object] | None = None  # set when engines may come back
+        self._limiter = LogLimiter(_LOG_INTERVAL_S)
 
     @property
     def handshake_address(self) -> str:
@@ -125,11 +122,6 @@ class EngineStartupCoordinator(AsyncClosing):
         if self._router is not None:
             return connectable(self._router.address)
         return self._place if isinstance(self._place, str) else "a socket"
-
-    @property
-    def progress(self) -> StartupProgress:
-        """The present progress."""
-        return self._progress(None)
 
     async def __aenter__(self) -> EngineStartupCoordinator:
         self.open()
@@ -141,7 +133,7 @@ class EngineStartupCoordinator(AsyncClosing):
         Raises:
             OSError: The address cannot be bound.
             RoleError: It was open before, or this process has the keys of one engine only.
-            ValueError: The socket is no ROUTER, or a process was not started.
+            ValueError: The socket is no ROUTER.
         """
         if self._router is not None or self._closed:
             raise RoleError("a startup of engines can be entered once")
@@ -149,26 +141,7 @@ class EngineStartupCoordinator(AsyncClosing):
             self._place, self.take, self.handshake.engines, keys=self._options.keys, secure=self._options.secure
         )
         self._since = dict.fromkeys(self.handshake.engines, monotonic())
-        try:
-            self._watch_all()
-        except BaseException:
-            self._closed = True
-            self._close_sockets()
-            raise
-
-    def watch_also(self, processes: Iterable[WatchedProcess]) -> None:
-        """Watch more processes; call this before the first `wait`."""
-        self._watched += tuple(processes)
-
-    def _watch_all(self) -> None:
-        if self._watch is None:
-            self._watch = ProcessWatch(on_exit=self._process_exited)
-        if self.proc_manager is not None and self.proc_manager is not self._watched_manager:
-            self._watched_manager = self.proc_manager
-            self._watch.add_manager(self.proc_manager)
-        self._watch.add(self._watched)
-        if self.coord_process is not None:
-            self._watch.add([self.coord_process])
+        self._reads = True
 
     async def wait(self, timeout: float | None = None) -> StartupReport:
         """Wait until every engine is ready.
@@ -183,30 +156,69 @@ class EngineStartupCoordinator(AsyncClosing):
             EngineStartupError: A process exited, or there was no progress for too long. The engines were stopped.
             TimeoutError: Not all engines are ready in time. The startup continues, and may be waited for again.
             RoleError: The block was not entered, or left.
+            ValueError: A process was not started.
         """
         if timeout is not None:
             check_seconds("timeout", timeout)
         if self._router is None:
             raise RoleError("a startup of engines is waited for inside `async with`")
-        if self.report is None and self._conclusion is None and not self._closed:
-            self._watch_all()
-        if not self._settled.is_set():
-            if self._clock is None:
-                self._clock = asyncio.create_task(self._watch_time(), name="aioshm-engine-startup-clock")
-            if self.handshake.complete:  # there are no engines
-                self._succeed()
+        outcome = self._begin()
+        await asyncio.wait([outcome], timeout=timeout)
+        if not outcome.done():
+            raise TimeoutError(f"engines are not ready after {timeout} s: {self.progress}")
+        return outcome.result()
+
+    def _begin(self) -> asyncio.Task[StartupReport]:
+        if self._outcome is None:
+            self._outcome = asyncio.create_task(self._run(), name="aioshm-engine-startup")
+        return self._outcome
+
+    async def _run(self) -> StartupReport:
+        """Return the report once all engines are ready; otherwise stop the engines, and raise."""
         try:
-            async with asyncio.timeout(timeout):
-                await self._settled.wait()
-        except TimeoutError:
-            raise TimeoutError(f"engines are not ready after {timeout} s: {self.progress}") from None
-        if self.report is not None:
-            return self.report
-        if self._failure is None:
-            raise RoleError("this startup of engines was left before they were ready")
-        if self._conclusion is None:
-            self._conclusion = asyncio.create_task(self._conclude(), name="aioshm-engine-startup-failed")
-        raise await asyncio.shield(self._conclusion)
+            with ProcessWatch(self.watched_processes, manager=self.proc_manager, on_exit=self._news.set) as watch:
+                if self.coord_process is not None:
+                    watch.add([self.coord_process])
+                cause = await self._shake_hands(watch)
+                if cause is None:
+                    return self._succeed()
+                error = startup_failure(cause, watch.exited(), self.progress, self.handshake.engines, self.proc_manager)
+            logger.debug("%s", error)
+            raise error
+        finally:
+            self._reads = False
+            if self.report is None:
+                await stop_startup(self.proc_manager, self.coord_process)
+
+    async def _shake_hands(self, watch: ProcessWatch) -> str | HandshakeError | None:
+        """Wait until every engine is ready, and return None; or return the cause of a failure, "" for an exit."""
+        progressed = monotonic()
+        while True:
+            self._news.clear()
+            if watch.exited():  # even if all are ready: READY was the last message of a process then
+                await asyncio.sleep(SETTLE_S)
+                return self._refused or ""
+            if self._refused is not None or self.handshake.complete:
+                return self._refused
+            if self._closed:
+                raise RoleError("this startup of engines was left before they were ready")
+            progressed = max([progressed, *self._since.values()])
+            left_s = progressed + self.progress_timeout - monotonic()
+            if left_s <= 0:
+                return f"no progress for {self.progress_timeout:g} s"
+            try:
+                async with asyncio.timeout(min(REMINDER_S, left_s)):
+                    await self._news.wait()
+            except TimeoutError:
+                if left_s > REMINDER_S:
+                    self._announce(None, logging.INFO, "")
+
+    def _succeed(self) -> StartupReport:
+        self.report = report = self.handshake.report()
+        cache_config = self._options.cache_config
+        if cache_config is not None and self.handshake.num_gpu_blocks is not None:
+            cache_config.num_gpu_blocks = (getattr(cache_config, "num_gpu_blocks", None) or 0) + report.num_gpu_blocks
+        return report
 
     def stay_open(self, on_ready: Callable[[int], object]) -> EngineStartupCoordinator:
         """Shake hands with restarted engines, until the startup is closed; call `expect` when an engine has died.
@@ -225,6 +237,7 @@ class EngineStartupCoordinator(AsyncClosing):
         if self.report is None or self._closed or self._router is None:
             raise RoleError("a startup of engines stays open once all of them were ready, and before it is closed")
         self._on_ready = on_ready
+        self._reads = True
         self.handshake.allow_restarts()
         self._router.pump.resume()
         return self
@@ -246,19 +259,21 @@ class EngineStartupCoordinator(AsyncClosing):
         Idempotent; finishes also when cancelled.
         """
         self._closed = True
-        self._settle()
-        try:
-            if self.report is None and self._router is not None:
-                if self._conclusion is not None:
-                    await completed(self._conclusion)
-                await self._stop()
-        finally:
-            self._close_sockets()
+        self._reads = False
+        self._news.set()
+        if self._router is not None:
+            try:
+                outcome = self._begin()
+                await completed(outcome)
+                if not outcome.cancelled():
+                    outcome.exception()  # retrieved, if nobody waits for it
+            finally:
+                self._router.close()
 
     def __del__(self) -> None:
         if getattr(self, "_router", None) is not None and not self._closed:
             warn_not_closed(self)
-            self._close_sockets()
+            self._router.close()
 
     # Messages
 
@@ -277,7 +292,8 @@ class EngineStartupCoordinator(AsyncClosing):
         except HandshakeError as error:
             error.args = (f"{error}; it came from {sender}",)
             if self._on_ready is None:
-                self._fail(error)
+                self._refused = error
+                self._settle()
             else:
                 self._ignore(str(error))
         except zmq.ZMQError as error:  # the engine may come back
@@ -286,10 +302,6 @@ class EngineStartupCoordinator(AsyncClosing):
         if engine is not None and engine.state is not before:
             self._move(index)
         return self._reads
-
-    @property
-    def _reads(self) -> bool:
-        return self._on_ready is not None or not self._settled.is_set()
 
     def _ignore(self, text: str) -> None:
         self._limiter.warn(logger, "ignored a message: %s", text)
@@ -306,53 +318,21 @@ class EngineStartupCoordinator(AsyncClosing):
         if addresses.frontend_stats_publish_address is None:
             addresses.frontend_stats_publish_address = self.handshake.stats_address
         self._announce(index, logging.DEBUG, f"engine {index} is {state.name}: ")
+        self._news.set()
         if self.handshake.complete:
-            self._succeed()
-
-    def _succeed(self) -> None:
-        assert self._watch is not None
-        if self._watch.exited():
-            self._fail("")  # READY was the last message of a process that has exited
-            return
-        self.report = report = self.handshake.report()
-        cache_config = self._options.cache_config
-        if cache_config is not None and self.handshake.num_gpu_blocks is not None:
-            cache_config.num_gpu_blocks = (getattr(cache_config, "num_gpu_blocks", None) or 0) + report.num_gpu_blocks
-        self._settle()
-        self._watch.close()
-
-    def _process_exited(self) -> None:
-        if self._failing is None:
-            self._failing = asyncio.get_running_loop().call_later(SETTLE_S, self._fail, "")
-
-    def _fail(self, cause: str | HandshakeError) -> None:
-        if not self._settled.is_set():
-            self._failure = cause
             self._settle()
 
     def _settle(self) -> None:
-        if self._clock is not None:
-            self._clock.cancel()
-        if self._failing is not None:
-            self._failing.cancel()
-        self._settled.set()
+        """Read no more: further messages are for the owner of a given socket."""
+        self._reads = False
+        self._news.set()
 
     # Progress
 
-    async def _watch_time(self) -> None:
-        """Remind of a lack of progress, and fail at last."""
-        progress = monotonic()  # the latest time of any progress
-        while True:
-            deadline = progress + self.progress_timeout
-            await asyncio.sleep(min(REMINDER_S, deadline - monotonic()))
-            latest = max(self._since.values(), default=progress)
-            if latest > progress:
-                progress = latest
-            elif monotonic() >= deadline:
-                self._fail(f"no progress for {self.progress_timeout:g} s")
-                return
-            else:
-                self._announce(None, logging.INFO, "")
+    @property
+    def progress(self) -> StartupProgress:
+        """The present progress."""
+        return self._progress(None)
 
     def _announce(self, moved: int | None, level: int, prefix: str) -> None:
         on_progress = self._options.on_progress
@@ -373,35 +353,6 @@ class EngineStartupCoordinator(AsyncClosing):
                 waiting.append(Waiting(index, engine.state, now - self._since.get(index, now), pid))
         heard = len(self.handshake.hello)
         return StartupProgress(len(self.handshake.engines), heard, len(self.handshake.ready), tuple(waiting), moved)
-
-    # Failure and closing
-
-    async def _conclude(self) -> EngineStartupError:
-        """Stop everything, and return the error to raise."""
-        assert self._watch is not None
-        try:
-            error = startup_failure(
-                self._failure or "", self._watch.exited(), self.progress, self.handshake.engines, self.proc_manager
-            )
-        finally:
-            await self._stop()
-        logger.debug("%s", error)
-        return error
-
-    async def _stop(self) -> None:
-        """Stop the engines and the coordinator. Idempotent; finishes also when cancelled."""
-        assert self._watch is not None
-        self._watch.close()
-        if self._stopping is None:
-            stopping = stop_startup(self.proc_manager, self.coord_process)
-            self._stopping = asyncio.create_task(stopping, name="aioshm-engine-startup-stops")
-        await completed(self._stopping)
-
-    def _close_sockets(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        if self._router is not None:
-            self._router.close()
 
 
 async def wait_for_engine_startup(

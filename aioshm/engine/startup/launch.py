@@ -126,7 +126,7 @@ class CoreEngineLaunch:
     async def shake_hands(self, timeout: float | None = None) -> StartupReport:
         """Wait until every engine has said READY, as `wait_until_ready`; the client may still wait for them."""
         if self.report is None:
-            self.startup.watch_also(self.watched_processes)
+            self.startup.watched_processes = [*self.startup.watched_processes, *self.watched_processes]
             report = await self.startup.wait(timeout)
             if self._client is not None:
                 watched = []

@@ -249,6 +249,6 @@ class TestWaiting:
 async def test_a_process_that_was_not_started_is_refused(path: str) -> None:
     process = multiprocessing.get_context("spawn").Process(target=print)
     with pytest.raises(ValueError, match="not started"):
-        async with starting(path, 0, coordinator=process):
-            pass
+        async with starting(path, 0, coordinator=process) as startup:
+            await startup.wait()
     assert not Path(path.removeprefix("ipc://")).exists()

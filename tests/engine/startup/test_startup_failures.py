@@ -56,7 +56,6 @@ class TestFailure:
         router = startup._router
         assert router is not None
         router.pump.pause()  # as when the loop is closed
-        startup._watch.close()  # type: ignore[union-attr]
         with pytest.warns(ResourceWarning, match="was not closed"):
             del startup
             router._on_message = None  # type: ignore[assignment]
@@ -134,12 +133,13 @@ class TestProcesses:
         connected = asyncio.Event()
         async with managed(path, LOADING) as manager:
             async with starting(path, 1, manager, on_progress=lambda _: connected.set()) as startup:
+                waiting = asyncio.create_task(startup.wait())
                 await connected.wait()
                 manager.processes[0].kill()
-                await until(lambda: startup._failing)
+                await until(lambda: manager.processes[0].exitcode is not None)
                 startup.take(b"\0\0", [last_words], "pid 1")
                 with pytest.raises(EngineStartupError, match=text) as caught:
-                    await startup.wait()
+                    await waiting
         assert type(caught.value) is error
         assert caught.value.failed == {"EngineCore_0": -9}
 
