@@ -50,6 +50,17 @@ class _Plan(NamedTuple):
     all_local: bool
 
 
+class _Engine:
+    """One rank: its room, and its actor."""
+
+    def __init__(self) -> None:
+        self.group: Any = None  # the placement group
+        self.actor: EngineActor | None = None
+        self.starts: int = 0  # so far
+        self.stopping: bool = False
+        self.busy = threading.Lock()  # held by a thread that starts or stops the actor
+
+
 class CoreEngineActorManager(Closing, AsyncClosing):
     """Engines as Ray actors, on this host and on others; a context manager of either kind.
 
@@ -86,8 +97,6 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         kwargs: Every other keyword argument of the target.
 
     Attributes:
-        actors: The actors, by rank; their exit codes stay known after closing.
-        processes: The same list, under the name that managers of processes have for it.
         max_engines: The number of given placement groups; None: `start_engine` creates as many as there is room for.
         placement: As given.
 
@@ -116,14 +125,9 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         placement: Placement | None = None,
         **kwargs: Any,
     ) -> None:
-        self.actors: list[EngineActor] = []
-        self.processes: list[EngineActor] = self.actors
         self.max_engines: int | None = None
-        self._groups: dict[int, Any] = {}  # placement groups, by rank
-        self._starts: dict[int, int] = {}  # starts so far, by rank
-        self._changed = threading.Condition()  # guards everything here: `start_engine` runs in threads
-        self._starting: set[int] = set()
-        self._stopping: set[int] = set()
+        self._engines: dict[int, _Engine] = {}  # by rank
+        self._lock = threading.Lock()  # held to register an actor: `start_engine` runs in threads
         self._closed = True
         self._closing: asyncio.Task[None] | None = None
         check_plain("target_fn", target_fn)
@@ -156,14 +160,14 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             else:
                 groups = list(placement_groups)
                 cluster.await_groups(groups, deadline)
-            self._groups.update(enumerate(groups))
-            for rank in range(engine_count):
-                actor = self._create(rank)
-                self.actors.append(actor)
+            for rank, group in enumerate(groups):
+                engine = self._engines[rank] = _Engine()
+                engine.group = group
+                engine.actor = self._create(rank, engine)
                 if local_dp_ranks is not None:
-                    actor.local_rank = local_dp_ranks[rank]
-            for actor in [*self.actors]:
-                self._run(actor, deadline)
+                    engine.actor.local_rank = local_dp_ranks[rank]
+            for actor in self.actors:
+                self._run(self._engines[actor.rank], actor, deadline)
         except BaseException:
             self.close()
             raise
@@ -198,21 +202,21 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             EngineStartupError: There is no room in time, or the actor could not be started.
             RoleError: The manager is closed, or that engine still runs.
         """
-        with self._changed:
-            self._check_wanted(rank)
-            former = self._find(rank)
-            if rank in self._starting or (former is not None and not former.ended):
-                raise RoleError(f"engine {rank} still runs, and can be started again when it has exited")
-            self._starting.add(rank)
+        engine = self._engines.setdefault(rank, _Engine())
+        in_turn = engine.busy.acquire(blocking=False)
         try:
+            self._check_wanted(rank, engine)
+            former = engine.actor
+            if not in_turn or (former is not None and not former.ended):
+                raise RoleError(f"engine {rank} still runs, and can be started again when it has exited")
             deadline = time.monotonic() + self._plan.timeout
             if self._plan.needs is not None:
-                self._await_room(rank, self._plan.needs, deadline)
-            elif rank not in self._groups:
+                self._await_room(rank, engine, self._plan.needs, deadline)
+            elif engine.group is None:
                 raise EngineStartupError(f"engine {rank} has no placement group: {self.max_engines} were given")
-            actor = self._create(rank)
+            actor = self._create(rank, engine)
             try:
-                self._run(actor, deadline)
+                self._run(engine, actor, deadline)
             except BaseException:
                 actor.kill()
                 actor.release()
@@ -221,9 +225,8 @@ class CoreEngineActorManager(Closing, AsyncClosing):
                 former.release()
             return actor
         finally:
-            with self._changed:
-                self._starting.discard(rank)
-                self._changed.notify_all()
+            if in_turn:
+                engine.busy.release()
 
     async def stop_engine(self, rank: int) -> None:
         """Kill the actor of an engine, remove it, and free the room that the manager reserved.
@@ -237,23 +240,23 @@ class CoreEngineActorManager(Closing, AsyncClosing):
 
     def next_incarnation(self, rank: int) -> int:
         """Return the incarnation of the next actor of this rank."""
-        return self._starts.get(rank, 0)
+        return self._engines[rank].starts if rank in self._engines else 0
 
     def is_local(self, rank: int) -> bool:
         """Return whether an engine runs on the node of this process."""
         return self._plan.all_local or rank < self._plan.local_engine_count
 
-    def _await_room(self, rank: int, needs: EngineNeeds, deadline: float) -> None:
+    def _await_room(self, rank: int, engine: _Engine, needs: EngineNeeds, deadline: float) -> None:
         """Wait until the group of an engine is reserved, on a node that has not left the cluster."""
         logged = 0.0
         while True:
-            self._check_wanted(rank)
-            if rank in self._groups:
-                if not cluster.trouble_of(self._groups[rank]):
+            self._check_wanted(rank, engine)
+            if engine.group is not None:
+                if not cluster.trouble_of(engine.group):
                     return
-                cluster.remove_groups([self._groups.pop(rank)], wait=False)  # bound to a node that is gone
+                self._remove_group(engine, wait=False)  # bound to a node that is gone
             try:
-                self._groups[rank] = cluster.reserve_room(rank, self.is_local(rank), needs)
+                engine.group = cluster.reserve_room(rank, self.is_local(rank), needs)
                 return
             except EngineStartupError as error:
                 missing = str(error)
@@ -266,8 +269,13 @@ class CoreEngineActorManager(Closing, AsyncClosing):
                 logger.warning("engine %d waits for room, for %.0f s at most: %s", rank, deadline - now, missing)
             time.sleep(_POLL_S)
 
-    def _create(self, rank: int) -> EngineActor:
-        return EngineActor(rank, self.is_local(rank), self._groups[rank], self._runtime_env(rank))
+    def _remove_group(self, engine: _Engine, *, wait: bool = True) -> None:
+        group = engine.group
+        engine.group = None
+        cluster.remove_groups([group], wait)
+
+    def _create(self, rank: int, engine: _Engine) -> EngineActor:
+        return EngineActor(rank, self.is_local(rank), engine.group, self._runtime_env(rank))
 
     def _runtime_env(self, rank: int) -> Mapping[str, Any] | None:
         given = self._plan.runtime_env
@@ -286,87 +294,81 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         env_vars = (given or {}).get("env_vars", {})
         return {**(given or {}), "env_vars": {**env_vars, **env}}
 
-    def _run(self, actor: EngineActor, deadline: float) -> None:
+    def _run(self, engine: _Engine, actor: EngineActor, deadline: float) -> None:
         """Wait until the process of an actor runs, start the engine there, and register the actor."""
-        rank = actor.rank
+        plan = self._plan
         while not actor.await_process(min(_POLL_NODE_S, deadline - time.monotonic())):
-            self._check_wanted(rank)
+            self._check_wanted(actor.rank, engine)
             trouble = cluster.trouble_of(actor.group)
-            if time.monotonic() > deadline or (trouble and self._plan.needs is not None):
+            if time.monotonic() > deadline or (trouble and plan.needs is not None):
                 raise EngineStartupError(f"the actor of {actor.name} was not started in time: {trouble or 'pending'}")
         here = cluster.require_ray().util.get_node_ip_address()
         if actor.local and actor.host != here:
             raise EngineStartupError(f"{actor} is to be local, but its placement group is not on {here}")
         actor.node_id = cluster.node_of(actor.group)
-        plan = self._plan
-        with self._changed:
-            self._check_wanted(rank)
-            others = [each for each in self.actors if each.rank != rank]
-            former = self._find(rank)
-            if former is not None and former.node_id == actor.node_id:
-                actor.local_rank = former.local_rank  # the caller may have given it
+        with self._lock:
+            self._check_wanted(actor.rank, engine)
+            if engine.actor is not None and engine.actor.node_id == actor.node_id:
+                actor.local_rank = engine.actor.local_rank  # the caller may have given it
             if actor.local_rank < 0:
+                others = [each for each in self.actors if each.rank != actor.rank]
                 used = {each.local_rank for each in others if each.node_id == actor.node_id}
                 actor.local_rank = next(number for number in count() if number not in used)
-            ranks = {"dp_rank": rank, "local_dp_rank": actor.local_rank, "local_client": actor.local}
-            keys = keys_to_hand_over(plan.keys, rank, self.next_incarnation(rank))
+            ranks = {"dp_rank": actor.rank, "local_dp_rank": actor.local_rank, "local_client": actor.local}
+            keys = keys_to_hand_over(plan.keys, actor.rank, engine.starts)
             actor.run(plan.target, plan.args, {**plan.kwargs, **ranks}, keys)
-            self._starts[rank] = self.next_incarnation(rank) + 1
-            self.actors[:] = sorted([*others, actor], key=lambda each: each.rank)
+            engine.starts += 1
+            engine.actor = actor
 
     def _stop(self, rank: int) -> None:
-        with self._changed:
-            if self._find(rank) is None and rank not in self._starting:
-                raise ValueError(f"rank must be that of one of the engines, not {rank}")
-            self._stopping.add(rank)
-            self._changed.wait_for(lambda: rank not in self._starting, KILLED_S)
+        engine = self._engines.get(rank)
+        if engine is None or (engine.actor is None and not engine.busy.locked()):
+            raise ValueError(f"rank must be that of one of the engines, not {rank}")
+        engine.stopping = True
+        in_turn = engine.busy.acquire(timeout=KILLED_S)
         try:
-            actor = self._find(rank)
+            actor = engine.actor
             if actor is not None and not actor.ended:
                 actor.kill()
                 actor.wait(time.monotonic() + KILLED_S)
-            if self._plan.needs is not None and rank in self._groups:
-                cluster.remove_groups([self._groups.pop(rank)])
-            with self._changed:
+            if self._plan.needs is not None and engine.group is not None:
+                self._remove_group(engine)
+            with self._lock:
                 if actor is not None and not self._closed:
-                    self.actors.remove(actor)
+                    engine.actor = None
                     actor.release()
         finally:
-            with self._changed:
-                self._stopping.discard(rank)
-                self._changed.notify_all()
+            engine.stopping = False
+            if in_turn:
+                engine.busy.release()
 
-    def _find(self, rank: int) -> EngineActor | None:
-        return next((actor for actor in self.actors if actor.rank == rank), None)
-
-    def _check_wanted(self, rank: int) -> None:
+    def _check_wanted(self, rank: int, engine: _Engine) -> None:
         if self._closed:
             raise RoleError("this manager of actors is closed, and starts none any more")
-        if rank in self._stopping:
+        if engine.stopping:
             raise RoleError(f"engine {rank} is stopped, and is not started again")
 
     # State
+
+    @property
+    def actors(self) -> list[EngineActor]:
+        """The actors, by rank; their exit codes stay known after closing."""
+        return [engine.actor for engine in self._by_rank() if engine.actor is not None]
+
+    @property
+    def processes(self) -> list[EngineActor]:
+        """The actors, under the name that managers of processes have for them."""
+        return self.actors
 
     @property
     def created_placement_groups(self) -> list[Any]:
         """The placement groups that were created here, by rank."""
         if self._plan.needs is None:
             return []
-        return [group for _, group in sorted(self._groups.items())]
+        return [engine.group for engine in self._by_rank() if engine.group is not None]
 
-    def get_run_refs(self) -> list[Any]:
-        """Return Ray's references to the results of the engines' runs, by rank."""
-        return [actor.run_ref for actor in self.actors]
-
-    @property
-    def local_engine_actors(self) -> list[Any]:
-        """Ray's handles of the local engines."""
-        return [actor.handle for actor in self.actors if actor.local]
-
-    @property
-    def remote_engine_actors(self) -> list[Any]:
-        """Ray's handles of the engines on other nodes."""
-        return [actor.handle for actor in self.actors if not actor.local]
+    def _by_rank(self) -> list[_Engine]:
+        return [self._engines[rank] for rank in sorted(self._engines)]
 
     def sentinels(self) -> list[int]:
         """Return a descriptor for each actor, readable when the run is over; none after closing."""
@@ -440,12 +442,15 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             self._close(wait=False)  # in a thread of Ray, waiting would be a deadlock
 
     def _close(self, wait: bool) -> None:
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
-            if wait:  # threads that start or stop an actor must not use Ray afterwards
-                self._changed.wait_for(lambda: not self._starting and not self._stopping, KILLED_S)
+        deadline = time.monotonic() + KILLED_S
+        for engine in self._by_rank():
+            # Threads that start or stop an actor must not use Ray afterwards.
+            if wait and engine.busy.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                engine.busy.release()
         try:
             if cluster.require_ray().is_initialized():
                 for actor in self.actors:

@@ -12,6 +12,7 @@ from typing import Any
 from aioshm.arguments import check_int, check_plain
 from aioshm.config import Options
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
+from aioshm.engine.startup.processes import close_any
 from aioshm.errors import EndClosed, ProcessDied, RoleError
 from aioshm.process.background import in_thread, notify_soon
 from aioshm.process.manager import Job, ProcessManager
@@ -276,7 +277,7 @@ async def wait_for_completion_or_failure(
     finally:
         for task in tasks:
             task.cancel()
-        stopping = map(_stop, [api_server_manager, *others])
+        stopping = map(close_any, [api_server_manager, *others])
         outcomes = await asyncio.gather(*stopping, return_exceptions=True)
         await asyncio.gather(*tasks, return_exceptions=True)
         failures = [error for error in outcomes if error is not None]
@@ -294,10 +295,3 @@ async def _fail_with(manager: Any) -> None:
         await all_succeed(list(manager.processes))
     elif hasattr(manager, "proc"):
         await all_succeed([manager.proc])
-
-
-async def _stop(manager: Any) -> None:
-    if hasattr(manager, "aclose"):
-        await manager.aclose()
-    else:
-        await in_thread(manager.close)

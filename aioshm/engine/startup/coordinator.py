@@ -271,9 +271,10 @@ class EngineStartupCoordinator(AsyncClosing):
                 self._router.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_router", None) is not None and not self._closed:
+        router = getattr(self, "_router", None)
+        if router is not None and not self._closed:
             warn_not_closed(self)
-            self._router.close()
+            router.close()
 
     # Messages
 

@@ -53,8 +53,8 @@ class FrontEnds(Closing):
         self._membership = Membership(1, dict.fromkeys(ranks, 0))
         self._valid: dict[int, int] = {}  # also of removed engines
         self._alive: set[int] = set(ranks)  # engines that are ready, as far as known here
-        self._progress: dict[bytes, Progress] = {}  # by ZeroMQ identity
-        self._names: dict[int, bytes] = {}  # by connection number
+        self._names: dict[int, bytes] = {}  # ZeroMQ identities, by connection number
+        self._progress: dict[int, Progress] = {}  # by connection number
         self._changed = asyncio.Event()
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
         protection = Protection.of_front_end([address], (), keys=keys, secure=secure)
@@ -171,16 +171,16 @@ class FrontEnds(Closing):
         version = self._membership.version + 1
         self._membership = msgspec.structs.replace(self._membership, version=version, **changes)
         if not self._pump.paused:
-            for name in list(self._progress):
-                self._send(name)
-            self._pump.run_soon()  # sending may clear the event of a received message
+            for connection in self._progress:
+                self._send(connection)
         return version
 
-    def _send(self, name: bytes) -> None:
+    def _send(self, connection: int) -> None:
         try:
-            self._router.send_multipart([name, encode(self._membership)], zmq.NOBLOCK)
+            self._router.send_multipart([self._names[connection], encode(self._membership)], zmq.NOBLOCK)
         except zmq.ZMQError as error:  # disconnected, as the monitor will report
             logger.debug("cannot send the membership to a front end: %s", error)
+        self._pump.run_soon()  # sending may clear the event of a received message
 
     # The pause
 
@@ -253,21 +253,19 @@ class FrontEnds(Closing):
         except ValueError as error:
             self._limiter.warn(logger, "ignored a message from %s, no front end: %s", sender_of(sender), error)
             return
-        known = self._progress.get(name)
+        known = self._progress.get(connection)
         if known is not None and known.version:
             self._alive -= set(progress.missing).difference(known.missing)  # on other hosts, nobody else reports deaths
-        self._progress[name] = progress
         self._names[connection] = name
+        self._progress[connection] = progress
         if progress.order > self._membership.order:
             self._publish(order=progress.order)
         if not self._connections.is_open(connection):  # the end was reported before this message
             self._left(connection)
         elif known is None or not progress.version:
-            self._send(name)
-            self._pump.run_soon()
+            self._send(connection)
         self._changed.set()
 
     def _left(self, connection: int) -> None:
-        name = self._names.pop(connection, None)
-        if name is not None and self._progress.pop(name, None) is not None:
+        if self._progress.pop(connection, None) is not None:
             self._changed.set()

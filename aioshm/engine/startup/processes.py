@@ -236,7 +236,13 @@ async def _stop_manager(manager: Any) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):  # a cancelled `aclose` kills and waits
                 await manager.aclose()
-    elif hasattr(manager, "aclose"):
+    else:
+        await close_any(manager)
+
+
+async def close_any(manager: Any) -> None:
+    """Close a manager by ``aclose``, or else by ``close``, which may block; one without either is left alone."""
+    if hasattr(manager, "aclose"):
         await manager.aclose()
     elif hasattr(manager, "close"):
         await in_thread(manager.close)

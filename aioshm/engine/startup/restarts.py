@@ -43,21 +43,42 @@ class RestartRules:
 class EngineLife(Life):
     """The successive processes of one engine."""
 
-    def __init__(self, rank: int, rules: RestartRules, pid: int | None = None) -> None:
+    def __init__(self, rank: int, rules: RestartRules, unit: Unit, pid: int | None = None) -> None:
         super().__init__(rank, rules.restart, rules.on_change, pid)
-        self.ends_by_hand: bool = False  # see `EngineRestarts.restart`
+        self.unit = unit
+        self.history = unit.history
+        unit.lives.append(self)
         self.begin()
+
+    def begin(self) -> None:
+        """Expect the READY and the exit of a new process."""
+        self.ends_by_hand: bool = False  # see `EngineRestarts.restart`
+        self.health: tuple[Health, str] = ("running", "")  # the present one, and where it is
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = loop.create_future()
+        self.exited: asyncio.Future[ProcessExit] = loop.create_future()
+
+    def note_health(self, health: Health, where: str) -> None:
+        self.health = (health, where)
+        super().note_health(health, where)
 
     def stay(self) -> None:
         """Go back from "stopping" to the present state of a living process."""
         self.enter(*self.health)
 
-    def begin(self) -> None:
-        """Expect the READY and the exit of a new process."""
-        self.health: tuple[Health, str] = ("running", "")  # the present one, and where it is
-        loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[None] = loop.create_future()
-        self.exited: asyncio.Future[ProcessExit] = loop.create_future()
+
+class Unit:
+    """Engines that are restarted together: one engine, or in lockstep all."""
+
+    def __init__(self, restart: Restart) -> None:
+        self.history: RestartHistory = RestartHistory(restart)
+        self.lives: list[EngineLife] = []
+        self.fallen: EngineLife | None = None  # the first to die since the engines were started
+        self.task: asyncio.Task[None] | None = None  # starts the engines
+
+    @property
+    def is_starting(self) -> bool:
+        return self.task is not None and not self.task.done()
 
 
 class EngineRestarts:
@@ -72,14 +93,12 @@ class EngineRestarts:
         self.failure: EngineDead | None = None  # why nothing is restarted any more
         self.failed: asyncio.Event = asyncio.Event()  # set then, and when this is closed
         self._tasks: set[asyncio.Task[None]] = set()
-        self._group_history = RestartHistory(rules.restart)  # in lockstep
-        self._group: asyncio.Task[None] | None = None  # restarts all engines
-        self._fallen: tuple[EngineLife, str, bool] | None = None  # the first death in lockstep, as in `_fall`
+        self._all = Unit(rules.restart)  # in lockstep
         self._coordinator_history = RestartHistory(rules.restart)
         for process in self._manager.processes:
             rank = engine_index(process.name)
             assert rank is not None
-            self.lives[rank] = EngineLife(rank, rules, process.pid)
+            self.lives[rank] = EngineLife(rank, rules, self._unit(), process.pid)
         launch.watch_progress(rules.restart, lockstep=rules.lockstep, on_change=self._health_changed)
         if isinstance(self._members, EngineClient):
             self._members.supervise_heartbeats(rules.restart.hang_s, self._late)
@@ -100,16 +119,20 @@ class EngineRestarts:
 
     def add(self, rank: int) -> asyncio.Task[None]:
         """Add an engine, and return the task of its start."""
-        life = self.lives[rank] = EngineLife(rank, self._rules)
+        unit = self._unit()
+        self.lives[rank] = EngineLife(rank, self._rules, unit)
         self._startup.handshake.add(CoreEngine(rank, self._manager.is_local(rank)))
-        life.task = self._spawn(self._bring_up(life, ""), f"engine-{rank}")
-        return life.task
+        unit.task = self._spawn(self._bring_up(unit), f"engine-{rank}")
+        return unit.task
+
+    def _unit(self) -> Unit:
+        return self._all if self._rules.lockstep else Unit(self._rules.restart)
 
     async def remove(self, rank: int) -> None:
         """Stop an engine, and remove it."""
         life = self.lives.pop(rank)
-        if life.task is not None:
-            life.task.cancel()
+        if life.unit.task is not None:
+            life.unit.task.cancel()
         life.exited.cancel()
         self._startup.handshake.remove(rank)
         with suppress(ValueError):  # the first start has not begun
@@ -136,14 +159,12 @@ class EngineRestarts:
             self._spawn(_end(process, timeout), f"end-of-engine-{life.rank}")
         if life.ends_by_hand:
             await asyncio.wait([life.exited])
-        task = self._group if self._rules.lockstep else life.task
-        if task is not None:
-            await asyncio.wait([task])
+        if life.unit.task is not None:
+            await asyncio.wait([life.unit.task])
 
     def _health_changed(self, watched: Watched) -> None:
         rank = engine_index(watched.process.name)
         if rank in self.lives and self.lives[rank].pid == watched.process.pid:
-            self.lives[rank].health = (watched.health, watched.where)
             self.lives[rank].note_health(watched.health, watched.where)
 
     def _late(self, rank: int, seconds: float, where: str) -> None:
@@ -157,7 +178,6 @@ class EngineRestarts:
         health: Health = "running"
         if seconds:
             health = "stopped" if stopped else "stalled"
-        life.health = (health, where)
         life.note_health(health, where)
         if restart.hang_s is None or seconds < restart.hang_s or actor.reason or (stopped and not restart.kill_stopped):
             return
@@ -181,20 +201,11 @@ class EngineRestarts:
         self._void_keys(life.rank)
         if not life.exited.done():
             life.exited.set_result(found)
-        if self.failure is not None or life.state == "starting":  # the starting task handles the exit
-            return
-        life.cause = describe_exit(found)
-        counts = not life.ends_by_hand
-        life.ends_by_hand = False
-        if self._rules.lockstep:
-            self._fall(life, life.cause, counts)
-        elif counts:
-            life.task = self._spawn(self._bring_up(life, life.cause), f"engine-{life.rank}")
-        else:
-            logger.info("%s", life.cause)
-            life.history.restarts += 1
-            life.enter("waiting")
-            life.task = self._spawn(self._bring_up(life, ""), f"engine-{life.rank}")
+        phase = ""
+        if life.state == "starting":
+            phase = "starting"
+        life.cause = describe_exit(found, phase)
+        self._fall(life)
 
     def _void_keys(self, rank: int) -> None:
         """Refuse the keys of an exited engine process at every socket."""
@@ -208,54 +219,55 @@ class EngineRestarts:
 
     # Starts
 
-    async def _bring_up(self, life: EngineLife, cause: str) -> None:
-        """Start an engine until one process is ready; ``cause``: how the previous process died, or ""."""
-        if not await life.bring_back(cause, lambda: self._start(life)):
-            self._give_up(f"engine {life.rank} is in a crash loop: {life.history.story}", life)
-
-    def _fall(self, life: EngineLife, cause: str, counts: bool) -> None:
-        """Kill and restart all engines, in lockstep: they may wait for the dead engine."""
-        if self._fallen is None:
-            self._fallen = (life, cause, counts)
+    def _fall(self, life: EngineLife) -> None:
+        """Note a death: the first one since the start restarts all engines of the unit."""
+        unit = life.unit
+        if unit.fallen is not None or self.failure is not None:
+            return
+        unit.fallen = life
+        if self._rules.lockstep:  # the other engines may wait for the dead one
             for process in self._manager.processes:
                 process.kill()
-            if self._group is None or self._group.done():
-                self._group = self._spawn(self._bring_back_all(), "all-engines")
+        if not unit.is_starting:
+            unit.task = self._spawn(self._bring_up(unit), f"engine-{life.rank}")
 
-    async def _bring_back_all(self) -> None:
-        """Start all engines, until all of them are ready."""
-        history = self._group_history
-        while self._fallen is not None:
-            life, cause, counts = self._fallen
-            delay: float | None = 0.0
-            text = f"{cause}; restarting all engines"
-            if counts:
-                delay = history.died(asyncio.get_running_loop().time(), cause)
-                text += f" ({history.number})"
-            alive = [each.exited for each in self.lives.values() if not each.exited.done()]
-            if alive:
-                await asyncio.wait(alive)
-            if delay is None:
-                self._give_up(f"the engines are in a crash loop: {history.story}", life)
+    async def _bring_up(self, unit: Unit) -> None:
+        """Start the engines of a unit, until all of them are ready."""
+        while unit.fallen is None or await self._may_start_again(unit, unit.fallen):
+            unit.fallen = None
+            await asyncio.gather(*map(self._start, unit.lives))
+            if unit.fallen is None:
                 return
-            logger.warning("%s", text)
-            for each in self.lives.values():
-                each.enter("waiting")
-            await asyncio.sleep(delay)
-            coordinator = self._launch.coordinator
-            if coordinator is not None:  # its count of waves is void
-                await ashutdown([coordinator.proc], 0)
-                await self._restart_coordinator(coordinator)
-            self._fallen = None
-            await asyncio.gather(*map(self._start_in_step, self.lives.values()))
 
-    async def _start_in_step(self, life: EngineLife) -> None:
-        cause = await self._start(life)
-        if cause:
-            self._fall(life, cause, counts=True)
+    async def _may_start_again(self, unit: Unit, fallen: EngineLife) -> bool:
+        """Wait until all engines of the unit have exited, and the delay has passed; return False for a crash loop."""
+        text = f"{fallen.cause}; restarting it"
+        if self._rules.lockstep:
+            text = f"{fallen.cause}; restarting all engines"
+        delay: float | None = 0.0
+        if fallen.ends_by_hand:
+            unit.history.restarts += 1
+        else:
+            delay = unit.history.died(asyncio.get_running_loop().time(), fallen.cause)
+            text += f" ({unit.history.number})"
+        alive = [each.exited for each in unit.lives if not each.exited.done()]
+        if alive:
+            await asyncio.wait(alive)
+        if delay is None:
+            self._give_up(f"engine {fallen.rank} is in a crash loop: {unit.history.story}", fallen)
+            return False
+        logger.warning("%s", text)
+        for each in unit.lives:
+            each.enter("waiting")
+        await asyncio.sleep(delay)
+        coordinator = self._launch.coordinator
+        if coordinator is not None and self._rules.lockstep:  # its count of waves is void
+            await ashutdown([coordinator.proc], 0)
+            await self._restart_coordinator(coordinator)
+        return True
 
-    async def _start(self, life: EngineLife) -> str:
-        """Start an engine, and wait until it is ready; return the cause of a failure, else ""."""
+    async def _start(self, life: EngineLife) -> None:
+        """Start an engine, and wait until it is ready, or has exited."""
         rank = life.rank
         self._startup.expect(rank)
         life.begin()
@@ -264,35 +276,32 @@ class EngineRestarts:
         except Exception as error:
             life.exited.cancel()
             life.cause = f"engine {rank} could not be started: {error}"
-            return life.cause
+            self._fall(life)
+            return
         life.pid = process.pid
         life.enter("starting")
         self._watch.add([process], managed=True)
         self._launch.watch(process)
         if isinstance(self._members, EngineClient):
             self._members.watch(self._manager)
-        if self._fallen is not None:
+        if life.unit.fallen is not None:
             process.kill()
         within_s = self._rules.start_timeout
         first: list[asyncio.Future[Any]] = [life.ready, life.exited]
         await asyncio.wait(first, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-        if life.exited.done():
-            life.cause = describe_exit(life.exited.result(), "starting")
-            return life.cause
-        if not life.ready.done():
+        if not life.ready.done() and not life.exited.done():
+            process.reason = f"was killed: not ready after {within_s:g} s"
             process.kill()
             await asyncio.wait([life.exited])
-            life.cause = f"engine {rank} (pid {process.pid}) was killed: not ready after {within_s:g} s"
-            return life.cause
-        life.enter("running")
-        logger.info("engine %d (pid %d) is ready, after %d restarts", rank, life.pid, life.history.restarts)
-        return ""
+        if not life.exited.done():
+            life.enter("running")
+            logger.info("engine %d (pid %d) is ready, after %d restarts", rank, life.pid, life.history.restarts)
 
     async def _bring_back_coordinator(self, cause: str) -> None:
         coordinator = self._launch.coordinator
         assert coordinator is not None
-        if self._group is not None and not self._group.done():
-            return  # the group's restart includes the coordinator's
+        if self._all.is_starting:
+            return  # the coordinator is restarted with all engines
 
         async def start() -> str:
             try:

@@ -91,8 +91,8 @@ class TestStart:
             assert [each["local_rank"] for each in ready] == [0, 0, 1]
             assert [each["devices"] for each in ready] == [2, 2, 2]
             assert [each["pid"] for each in ready] == [actor.pid for actor in manager.actors]
-            assert [len(manager.local_engine_actors), len(manager.remote_engine_actors)] == [1, 2]
-            assert len(manager.get_run_refs()) == len(manager.sentinels()) == 3
+            assert [actor.local for actor in manager.actors] == [True, False, False]
+            assert len(manager.sentinels()) == 3
             assert manager.finished_procs() == {}
         assert manager.finished_procs() == {"EngineCore_0": None, "EngineCore_1": None, "EngineCore_2": None}
         assert manager.sentinels() == []
