@@ -181,6 +181,7 @@ async def test_engines_in_lockstep_are_started_again_together() -> None:
         await supervisor.wait_until_ready(30)
         await until(lambda: [info.state for info in supervisor.engines] == ["running"] * 2)
         assert not set(before) & set(pids(supervisor))
+        assert [info.restarts for info in supervisor.engines] == [1, 1]
         assert len(await collected(supervisor.client.submit(ask("b", 3)))) == 3
         with pytest.raises(RoleError, match="lockstep"):
             await supervisor.scale(3)
