@@ -31,7 +31,7 @@ from aioshm.events import (
 )
 from aioshm.events.config import DEFAULT_MAX_QUEUE_SIZE
 from aioshm.events.protocol.encoding import BatchDecoder
-from aioshm.events.protocol.wire import WIRES, Encoding, Wire, resolve_wire
+from aioshm.events.protocol.wire import WIRES, Encoding, Wire, formats_of
 from aioshm.events.recording import Record, Recorder, read_records
 
 Endpoints = Annotated[list[str], typer.Argument(help="Where publishers send, such as tcp://host:5557.")]
@@ -141,7 +141,6 @@ def replay(
         str | None,
         typer.Option(help=f"Write like {', '.join(WIRES)}; unless given, the newest that encodes as it was recorded."),
     ] = None,
-    encoding: Annotated[str | None, typer.Option(help="array or map, where it is not that of the wire.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Publish a recording again, with new numbers, in the rhythm of the recording."""
@@ -151,7 +150,7 @@ def replay(
         published = 0
         with recording.open("rb") as file:
             like = cast(Wire, wire or _WIRES[_encoding_of(file)])
-            form, _ = resolve_wire(like, cast(Encoding | None, encoding))
+            form, _ = formats_of(like)
             records = read_records(file)
             async with ZmqEventPublisher(
                 0,
@@ -161,7 +160,6 @@ def replay(
                 topic=topic,
                 bind=bind,
                 wire=like,
-                encoding=form,
             ) as publisher:
                 where = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
                 text = f"publishing {form}s at {publisher.endpoint}, replay at {publisher.replay_endpoint}"

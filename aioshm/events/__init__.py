@@ -26,7 +26,7 @@ from aioshm.events.protocol.messages import (
 )
 from aioshm.events.protocol.outbox import PublisherStats
 from aioshm.events.protocol.tracker import SubscriberStats
-from aioshm.events.protocol.wire import Encoding, ReplayFormat, Wire
+from aioshm.events.protocol.wire import Wire
 from aioshm.events.publish.publisher import EventPublisher, NullEventPublisher, ZmqEventPublisher
 from aioshm.events.publish.threaded import EventPublisherFactory, ThreadedEventPublisher
 from aioshm.events.subscribe.subscriber import EventSubscriber
@@ -34,11 +34,11 @@ from aioshm.zeromq.endpoint import CurveKeys
 
 __all__ = [
     "MEDIUM_CPU", "MEDIUM_GPU", "MEDIUM_STORAGE", "AllBlocksCleared", "BlockHash", "BlockIndex",
-    "BlockRemoved", "BlockStored", "CurveKeys", "Delivery", "Encoding", "EventBatch",
+    "BlockRemoved", "BlockStored", "CurveKeys", "Delivery", "EventBatch",
     "EventPublisher", "EventPublisherFactory", "EventSubscriber", "KVCacheEvent", "KVEvent",
     "KVEventAggregator", "KVEventBatch", "KVEventsConfig", "Lost", "NullEventPublisher",
     "PublisherClosed", "PublisherDisconnected", "PublisherGone", "PublisherOptions",
-    "PublisherRestarted", "PublisherStats", "Received", "ReplayFormat", "Restarted", "Shelf",
+    "PublisherRestarted", "PublisherStats", "Received", "Restarted", "Shelf",
     "Source", "SubscriberOptions", "SubscriberStats", "ThreadedEventPublisher", "TokenId",
     "UnknownEvent", "Wire", "ZmqEventPublisher", "follow",
 ]  # fmt: skip

@@ -12,8 +12,6 @@ from aioshm.events.protocol.wire import (
     DEFAULT_WIRE,
     MAX_SEQ,
     MAX_TOPIC_BYTES,
-    Encoding,
-    ReplayFormat,
     Wire,
 )
 from aioshm.zeromq.endpoint import CurveKeys
@@ -27,8 +25,6 @@ DEFAULT_MAX_QUEUE_SIZE = 100_000
 # How long closing a publisher waits until queued batches are sent.
 CLOSE_TIMEOUT_S = 1.0
 
-# ZeroMQ's own default: so many messages wait in the socket while the subscriber's loop is blocked.
-DEFAULT_SUBSCRIBER_HWM = 1000
 # Of received messages of one endpoint that are not decoded yet.
 DEFAULT_MAX_BACKLOG_BYTES = 1 << 26
 # Deliveries that may wait for the consumer.
@@ -86,8 +82,6 @@ class PublisherOptions(TypedDict, total=False):
             bind. By that rule ``tcp://127.0.0.1:5557`` connects; if the address is this host's own, a warning says so.
         wire: The releases of vLLM whose format is written: ``"vllm-0.24+"`` (maps, and the topic in replies, the
             default), ``"vllm-0.24"`` (maps, no topic) or ``"vllm-0.9"`` to 0.23 (arrays, no topic).
-        encoding: ``"array"`` or ``"map"``; None: the encoding of ``wire``.
-        replay_format: ``"topic"`` or ``"legacy"`` (no topic frame in replies); None: the format of ``wire``.
         overflow: What ``publish`` does when the queue is full: ``"drop"`` the new batch, ``"raise"``
             ``QueueFull``, or, in `ThreadedEventPublisher` only, ``"block"``.
         curve: Keys for an encrypted connection.
@@ -98,8 +92,6 @@ class PublisherOptions(TypedDict, total=False):
     topic: str
     bind: bool | None
     wire: Wire
-    encoding: Encoding | None
-    replay_format: ReplayFormat | None
     overflow: Overflow
     curve: CurveKeys | None
 
@@ -117,8 +109,6 @@ class PublisherSettings:
     topic: str = ""
     bind: bool | None = None
     wire: Wire = DEFAULT_WIRE
-    encoding: Encoding | None = None
-    replay_format: ReplayFormat | None = None
     overflow: Overflow = "drop"
     curve: CurveKeys | None = None
 
@@ -130,8 +120,6 @@ class SubscriberOptions(TypedDict, total=False):
         start: The first number wanted of every publisher. None is 0: earlier batches are replayed,
             or reported as lost. ``"live"`` begins with the first batch that arrives.
         bind: Bind the endpoints, for publishers that connect. None binds ``tcp://*:port`` only.
-        hwm: Messages that ZeroMQ holds for each connection while the loop is blocked (1,000); at most 16 if any
-            process may connect, see ``max_payload_bytes``. Further messages wait in the kernel and at the publisher.
         curve: Keys for encrypted connections.
         replay_timeout: Seconds that a replay may be silent (5). After three timeouts a gap counts as lost.
         check_interval: Seconds of silence after which the subscriber asks a publisher's replay endpoint for missed
@@ -143,12 +131,11 @@ class SubscriberOptions(TypedDict, total=False):
             is kept.
         max_payload_bytes: The largest accepted payload; ZeroMQ disconnects a publisher that connects and sends a
             larger one. None is 2 MiB if this subscriber binds without keys, so that any process may connect, else
-            16 MiB. A batch takes up to 34 times its size in memory.
+            16 MiB. A batch takes up to 112 times its size in memory.
     """
 
     start: Start
     bind: bool | None
-    hwm: int
     curve: CurveKeys | None
     replay_timeout: float
     check_interval: float | None
@@ -165,7 +152,6 @@ class SubscriberSettings:
     topic: str
     start: Start = None
     bind: bool | None = None
-    hwm: int = DEFAULT_SUBSCRIBER_HWM
     curve: CurveKeys | None = None
     replay_timeout: float = REPLAY_TIMEOUT_S
     check_interval: float | None = CHECK_INTERVAL_S
@@ -184,7 +170,7 @@ class SubscriberSettings:
             seconds = getattr(self, name)
             if seconds is not None and seconds <= 0:
                 raise ValueError(f"{name} must be positive, not {seconds}")
-        for name in ("hwm", "max_waiting", "max_backlog_bytes", "max_payload_bytes"):
+        for name in ("max_waiting", "max_backlog_bytes", "max_payload_bytes"):
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, not {count}")

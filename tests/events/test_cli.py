@@ -152,21 +152,20 @@ def test_recording_is_replayed_with_the_same_payloads(publisher: ThreadedEventPu
     assert done == {"published": 3}
 
 
-@pytest.mark.parametrize("form", ["array", "map"])
-def test_replay_keeps_the_encoding(tmp_path: Path, form: Any) -> None:
+@pytest.mark.parametrize(("wire", "form"), [("vllm-0.9", "array"), ("vllm-0.24", "map")])
+def test_replay_keeps_the_encoding(tmp_path: Path, wire: Any, form: str) -> None:
     file = tmp_path / "events.rec"
-    with ThreadedEventPublisher(0, ANY, ANY, bind=True, encoding=form) as publisher:
+    with ThreadedEventPublisher(0, ANY, ANY, bind=True, wire=wire) as publisher:
         publisher.publish(EventBatch(1.0, []))
         publisher.publish(EventBatch(2.0, [BlockRemoved([1], None)]))
         publisher.flush(10)
         invoke("record", *where(publisher), "--count", "2", "-o", str(file))
     arguments = ["replay", str(file), "--endpoint", f"ipc://{tmp_path}/x", "--speed", "0", "--wait", "0"]
     assert f"publishing {form}s" in invoke(*arguments).output
-    assert "publishing maps" in invoke(*arguments, "--encoding", "map").output
+    assert "publishing maps" in invoke(*arguments, "--wire", "vllm-0.24+").output
     assert "publishing arrays" in invoke(*arguments, "--wire", "vllm-0.9").output
-    assert "wire must be one of" in invoke(*arguments, "--wire", "vllm-1").output
-    wrong = invoke(*arguments, "--encoding", "json")
-    assert (wrong.exit_code, "encoding must be one of" in wrong.output) == (2, True)
+    wrong = invoke(*arguments, "--wire", "vllm-1")
+    assert (wrong.exit_code, "wire must be one of" in wrong.output) == (2, True)
 
 
 def recorded(file: Path) -> list[int]:

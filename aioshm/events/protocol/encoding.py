@@ -7,23 +7,21 @@ fields up to the last one that is set, and the newest fields never. ``"map"``: a
 The native encoder, if it was built, encodes usual batches of maps twice as fast as msgspec. msgspec encodes all
 further batches, and reports errors.
 
-A small batch of one encoding is decoded in one call. A large batch, a batch of mixed encodings, or one with an
-unknown or malformed event is decoded event by event: a bad event spoils only itself.
+A batch of one encoding is decoded in one call. A batch of mixed encodings, or one with an unknown or malformed event,
+is decoded event by event: a bad event spoils only itself.
 
 The size of the payload bounds the memory of decoding. Numbers, text, bytes and tokens take at most 25 bytes of memory
-for each byte of the payload. Lists and maps take up to 112, so in a large batch the decoder counts the values of fields
-and events that may contain lists and maps before it decodes them.
+for each byte of the payload, lists and maps up to 112.
 """
 
 from __future__ import annotations
 
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import msgspec
 from msgspec.structs import astuple
 
-from aioshm.codec.msgpack import count_values
 from aioshm.config import native_wanted
 from aioshm.errors import CodecError
 from aioshm.events.protocol.messages import (
@@ -37,7 +35,6 @@ from aioshm.events.protocol.messages import (
     KVEvent,
     KVEventBatch,
     UnknownEvent,
-    derived,
 )
 from aioshm.events.protocol.wire import ENCODINGS, Encoding
 
@@ -135,13 +132,8 @@ def _to_array(event: Any) -> Any:
 MAX_PAYLOAD_BYTES = 1 << 24
 # Bytes of the shortest meaningful event, ["BlockRemoved", []]: bounds the number of events in a payload.
 MIN_EVENT_BYTES = 15
-# Accepted payload bytes per value in fields and events that may contain lists and maps.
-BYTES_PER_VALUE = 16
-# A batch of this size is decoded in one call, whatever it contains: at most 7 MB, 25 ms.
-SMALL_BYTES = 1 << 16
 
 # https://github.com/msgpack/msgpack/blob/master/spec.md
-_NIL = 0xC0
 _ARRAYS = frozenset([*range(0x90, 0xA0), 0xDC, 0xDD])
 _MAPS = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
 
@@ -151,123 +143,47 @@ _Decoder: TypeAlias = msgspec.msgpack.Decoder[Any]
 _BAD_BYTES = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, ValueError, OverflowError)
 
 # How many fields an event must have; the first releases of vLLM, and other engines, omit further fields.
-_REQUIRED: dict[type[KnownEvent], int] = {BlockStored: 4, BlockRemoved: 1, AllBlocksCleared: 0}
+_REQUIRED: _Counts = {BlockStored: 4, BlockRemoved: 1, AllBlocksCleared: 0}
 _TAGS = frozenset(kind.__name__ for kind in _REQUIRED)
-# Fields that may contain lists and maps of any size: in a large batch their values are counted first.
-_OPEN_FIELDS = ("extra_keys", "lookahead_token_ids", "mm_keys")
-_NONE = msgspec.Raw(bytes([_NIL]))
-_RAW_FIELDS: dict[str, tuple[Any, Any]] = dict.fromkeys(_OPEN_FIELDS, (msgspec.Raw, _NONE))
 
 _public: dict[type, type[KnownEvent]] = {}
 """The public event class for each struct class that is only used while decoding."""
 
 
-def _decoder(kind: Any) -> _Decoder:
-    return msgspec.msgpack.Decoder(kind)
-
-
-def _union(maps: bool, replaced: dict[str, tuple[Any, Any]]) -> Any:
-    """Return the union of the struct classes of the known events in one encoding."""
-    union: Any = None
-    for kind, required in _REQUIRED.items():
-        last = ARRAY_FIELDS[kind] if not maps else None
-        struct = derived(kind, required, replaced, last=last, array_like=not maps)
-        _public[struct] = kind
-        if union is None:
-            union = struct
+def _struct_of(kind: type[KnownEvent], *, maps: bool) -> Any:
+    """Create the struct class that decodes an event in one encoding: its optional fields default to None."""
+    last = None if maps else ARRAY_FIELDS[kind]
+    fields: list[Any] = []
+    for position, field in enumerate(msgspec.structs.fields(kind)[:last]):
+        if position < _REQUIRED[kind]:
+            fields.append((field.name, field.type))
         else:
-            union |= struct
-    return union
+            fields.append((field.name, field.type, None))
+    struct = msgspec.defstruct(kind.__name__, fields, tag=kind.__name__, array_like=not maps, gc=False)
+    _public[struct] = kind
+    return struct
 
 
-def _batch_decoders(events: Any) -> list[_Decoder]:
-    """Return the decoders of batches that are arrays, and of batches that are maps, as some releases write them."""
-    fields = {"events": (events, None)}
-    return [_decoder(derived(EventBatch, 2, fields, tag=None, array_like=not maps)) for maps in (False, True)]
+def _batch_decoder(events: Any, *, maps: bool) -> _Decoder:
+    """Return the decoder of batches that are arrays, or of batches that are maps, as some releases write them."""
+    fields: list[Any] = [("ts", float), ("events", events), ("data_parallel_rank", int | None, None)]
+    return msgspec.msgpack.Decoder(msgspec.defstruct("EventBatch", fields, array_like=not maps, gc=False))
 
 
-class _EventDecoders:
+class _Decoders:
     """The decoders for events of one encoding."""
 
     def __init__(self, *, maps: bool) -> None:
-        self.small_batch = _batch_decoders(GenericAlias(list, (_union(maps, {}),)))
-        self.event = _decoder(_union(maps, _RAW_FIELDS))
-        self.tag = _decoder(msgspec.defstruct("Tag", [("type", str)], array_like=not maps))
-        self.open_fields: list[tuple[int, str, _Decoder]] = []  # position, name and decoder, of `BlockStored`
-        for position, field in enumerate(msgspec.structs.fields(BlockStored)):
-            if field.name in _OPEN_FIELDS and (maps or position < ARRAY_FIELDS[BlockStored]):
-                self.open_fields.append((position, field.name, _decoder(field.type)))
+        union: Any = Union[tuple(_struct_of(kind, maps=maps) for kind in _REQUIRED)]  # noqa: UP007
+        self.event: _Decoder = msgspec.msgpack.Decoder(union)
+        self.tag: _Decoder = msgspec.msgpack.Decoder(msgspec.defstruct("Tag", [("type", str)], array_like=not maps))
+        events = GenericAlias(list, (union,))
+        self.batch: list[_Decoder] = [_batch_decoder(events, maps=False), _batch_decoder(events, maps=True)]
 
 
-_of_arrays = _EventDecoders(maps=False)
-_of_maps = _EventDecoders(maps=True)
-_any_batch = _batch_decoders(msgspec.Raw)
-_raw_events: msgspec.msgpack.Decoder[list[msgspec.Raw]] = _decoder(list[msgspec.Raw])
-
-
-class _EventDecoder:
-    """Decodes the events of one batch one by one."""
-
-    def __init__(self, max_values: int) -> None:
-        self._values_left = max_values
-
-    def decode(self, raw: msgspec.Raw) -> KVEvent:
-        """Decode one event, known or not."""
-        first = memoryview(raw)[0]
-        if first in _MAPS:
-            decoders = _of_maps
-        elif first in _ARRAYS:
-            decoders = _of_arrays
-        else:
-            return self._unknown(None, raw, "no type")
-        try:
-            found = decoders.event.decode(raw)
-            kind = _public[type(found)]
-            fields = [*astuple(found)]
-            if kind is BlockStored:
-                self._decode_open_fields(fields, decoders)
-            return kind(*fields)
-        except CodecError as error:
-            return UnknownEvent(kind.__name__, _copied(raw), str(error))
-        except _BAD_BYTES as error:
-            reason = f"malformed: {error}"
-        try:
-            tag = decoders.tag.decode(raw).type
-        except _BAD_BYTES:
-            return self._unknown(None, raw, "no type")
-        if tag not in _TAGS:
-            reason = "unknown type"
-        return self._unknown(tag, raw, reason)
-
-    def _decode_open_fields(self, fields: list[Any], decoders: _EventDecoders) -> None:
-        for position, name, decoder in decoders.open_fields:
-            raw = fields[position]
-            if raw is _NONE:
-                fields[position] = None
-                continue
-            if not self._can_afford(raw):
-                raise CodecError(f"{name} has too many values")
-            try:
-                fields[position] = decoder.decode(raw)
-            except _BAD_BYTES as error:
-                raise ValueError(f"{error}, in {name}") from None
-
-    def _unknown(self, tag: str | None, raw: msgspec.Raw, reason: str) -> UnknownEvent:
-        data: Any = _copied(raw)
-        if self._can_afford(raw):
-            try:
-                data = msgspec.msgpack.decode(raw)
-            except _BAD_BYTES as error:
-                reason = f"unreadable: {error}"
-        return UnknownEvent(tag, data, reason)
-
-    def _can_afford(self, raw: msgspec.Raw) -> bool:
-        """Charge the values in ``raw`` to this batch; False if the batch has fewer left."""
-        count = count_values(memoryview(raw), self._values_left)
-        if count > self._values_left:
-            return False
-        self._values_left -= count
-        return True
+_of_arrays = _Decoders(maps=False)
+_of_maps = _Decoders(maps=True)
+_any_batch = [_batch_decoder(list[msgspec.Raw], maps=False), _batch_decoder(list[msgspec.Raw], maps=True)]
 
 
 class BatchDecoder:
@@ -276,8 +192,6 @@ class BatchDecoder:
     def __init__(self, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self.unknown_events: int = 0  # unknown events so far
         self._max_bytes = max_bytes
-        self._max_events = max_bytes // MIN_EVENT_BYTES
-        self._max_values = max(max_bytes // BYTES_PER_VALUE, SMALL_BYTES)
         self._maps = True
 
     @property
@@ -291,59 +205,68 @@ class BatchDecoder:
             raise CodecError(
                 f"a payload of {len(payload)} bytes, at most {self._max_bytes} are taken: max_payload_bytes"
             )
-        if len(payload) <= SMALL_BYTES:
-            for maps in (self._maps, not self._maps):
-                batch = _decode_small(payload, maps)
-                if batch is not None:
-                    if batch.events:
-                        self._maps = maps
-                    return batch
+        for maps in (self._maps, not self._maps):
+            try:
+                batch = (_of_maps if maps else _of_arrays).batch[_is_map(payload)].decode(payload)
+            except _BAD_BYTES:
+                continue
+            if batch.events:
+                self._maps = maps
+            return KVEventBatch(batch.ts, list(map(_as_public, batch.events)), batch.data_parallel_rank)
+        return self._decode_by_event(payload)
+
+    def _decode_by_event(self, payload: bytes) -> KVEventBatch:
+        """Decode a batch of mixed encodings, or with bad events."""
         try:
             batch = _any_batch[_is_map(payload)].decode(payload)
         except _BAD_BYTES as error:
             raise CodecError(f"not an event batch: {error}") from None
-        count = _length(memoryview(batch.events))
-        if count is None:
-            raise CodecError("not an event batch: no array of events")
-        if count > self._max_events:
-            most = self._max_events
+        count = len(batch.events)
+        most = self._max_bytes // MIN_EVENT_BYTES
+        if count > most:
             raise CodecError(f"a batch of {count} events, at most {most} are taken: max_payload_bytes")
-        raws = _raw_events.decode(batch.events)
-        if raws:
-            self._maps = _is_map(raws[0])
-        events = list(map(_EventDecoder(self._max_values).decode, raws))
+        if count:
+            self._maps = _is_map(batch.events[0])
+        events = list(map(_decode_event, batch.events))
         self.unknown_events += sum(isinstance(event, UnknownEvent) for event in events)
         return KVEventBatch(batch.ts, events, batch.data_parallel_rank)
 
 
-def _decode_small(payload: bytes, maps: bool) -> KVEventBatch | None:
-    """Decode a batch in one call; None if an event is malformed, unknown, or of the other encoding."""
-    decoders = _of_maps if maps else _of_arrays
+def _decode_event(raw: msgspec.Raw) -> KVEvent:
+    """Decode one event, known or not."""
+    first = memoryview(raw)[0]
+    if first in _MAPS:
+        decoders = _of_maps
+    elif first in _ARRAYS:
+        decoders = _of_arrays
+    else:
+        return _unknown(None, raw, "no type")
     try:
-        batch = decoders.small_batch[_is_map(payload)].decode(payload)
+        return _as_public(decoders.event.decode(raw))
+    except _BAD_BYTES as error:
+        reason = f"malformed: {error}"
+    try:
+        tag = decoders.tag.decode(raw).type
     except _BAD_BYTES:
-        return None
-    events: list[KVEvent] = [_public[type(event)](*astuple(event)) for event in batch.events]
-    return KVEventBatch(batch.ts, events, batch.data_parallel_rank)
+        return _unknown(None, raw, "no type")
+    if tag not in _TAGS:
+        reason = "unknown type"
+    return _unknown(tag, raw, reason)
 
 
-def _copied(raw: msgspec.Raw) -> msgspec.Raw:
-    """Return a copy, which does not keep the payload alive."""
-    return msgspec.Raw(bytes(memoryview(raw)))
+def _unknown(tag: str | None, raw: msgspec.Raw, reason: str) -> UnknownEvent:
+    data: Any = msgspec.Raw(bytes(memoryview(raw)))  # a copy, which does not keep the payload alive
+    try:
+        data = msgspec.msgpack.decode(data)
+    except _BAD_BYTES as error:
+        reason = f"unreadable: {error}"
+    return UnknownEvent(tag, data, reason)
+
+
+def _as_public(event: Any) -> KnownEvent:
+    return _public[type(event)](*astuple(event))
 
 
 def _is_map(value: bytes | msgspec.Raw) -> bool:
     view = memoryview(value)
     return len(view) > 0 and view[0] in _MAPS
-
-
-def _length(array: memoryview) -> int | None:
-    """Return the item count in the head of an array; None if this is no array."""
-    kind = array[0]
-    if kind & 0xF0 == 0x90:
-        return kind & 0x0F
-    if kind == 0xDC:
-        return int.from_bytes(array[1:3], "big")
-    if kind == 0xDD:
-        return int.from_bytes(array[1:5], "big")
-    return None

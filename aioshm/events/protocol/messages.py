@@ -6,7 +6,7 @@ msgspec encodes them as the maps of vLLM 0.24 and newer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -120,8 +120,8 @@ class UnknownEvent:
 
     Attributes:
         type: The tag, or None if the tag is unreadable.
-        data: The event as received: a list or a dict, tag included; a ``msgspec.Raw`` if decoding would
-            create too many objects.
+        data: The event as received: a list or a dict, tag included; a ``msgspec.Raw`` if it cannot be
+            decoded.
         reason: Why the event is not a known event.
     """
 
@@ -155,28 +155,6 @@ def hashable(value: Any) -> Any:
     if isinstance(value, (bytearray, msgspec.Raw)):
         return bytes(value)
     return value
-
-
-def derived(
-    kind: type[msgspec.Struct],
-    required: int,
-    replaced: Mapping[str, tuple[Any, Any]] = {},  # never changed
-    *,
-    last: int | None = None,
-    **options: Any,
-) -> Any:
-    """Create a struct class with the first ``last`` fields of ``kind``, for another wire format.
-
-    Fields after the first ``required`` ones default to None; ``replaced`` has other types and defaults.
-    """
-    fields: list[Any] = []
-    for field in msgspec.structs.fields(kind)[:last]:
-        wanted, default = replaced.get(field.name, (field.type, None))
-        if len(fields) < required:
-            fields.append((field.name, wanted))
-        else:
-            fields.append((field.name, wanted, default))
-    return msgspec.defstruct(kind.__name__, fields, **{"tag": kind.__name__, "gc": False, **options})
 
 
 # Deliveries

@@ -20,7 +20,6 @@ Encoding: TypeAlias = Literal["array", "map"]
 ENCODINGS = ("array", "map")
 
 ReplayFormat: TypeAlias = Literal["topic", "legacy"]
-REPLAY_FORMATS = ("topic", "legacy")
 
 Wire: TypeAlias = Literal["vllm-0.24+", "vllm-0.24", "vllm-0.9"]
 DEFAULT_WIRE: Wire = "vllm-0.24+"
@@ -41,18 +40,11 @@ END_SEQ = b"\xff" * SEQ_BYTES
 MAX_SEQ = 2**64 - 2
 
 
-def resolve_wire(
-    wire: Wire = DEFAULT_WIRE, encoding: Encoding | None = None, replay_format: ReplayFormat | None = None
-) -> tuple[Encoding, ReplayFormat]:
-    """Return encoding and replay format, by default those of ``wire``; ValueError: unknown."""
+def formats_of(wire: Wire) -> tuple[Encoding, ReplayFormat]:
+    """Return the encoding and the format of replies of a release; ValueError: unknown."""
     if wire not in WIRES:
         raise ValueError(f"wire must be one of {tuple(WIRES)}, not {wire!r}")
-    if encoding is not None and encoding not in ENCODINGS:
-        raise ValueError(f"encoding must be one of {ENCODINGS}, not {encoding!r}")
-    if replay_format is not None and replay_format not in REPLAY_FORMATS:
-        raise ValueError(f"replay_format must be one of {REPLAY_FORMATS}, not {replay_format!r}")
-    default_encoding, default_format = WIRES[wire]
-    return encoding or default_encoding, replay_format or default_format
+    return WIRES[wire]
 
 
 class Frames(NamedTuple):

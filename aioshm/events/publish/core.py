@@ -16,7 +16,7 @@ from aioshm.events.config import CLOSE_TIMEOUT_S, KVEventsConfig, PublisherSetti
 from aioshm.events.protocol.encoding import BatchEncoder
 from aioshm.events.protocol.messages import EventBatch
 from aioshm.events.protocol.outbox import Outbox, PublisherStats, ReplayBuffer
-from aioshm.events.protocol.wire import MAX_SEQ, MAX_TOPIC_BYTES, pack_seq, resolve_wire
+from aioshm.events.protocol.wire import MAX_SEQ, MAX_TOPIC_BYTES, formats_of, pack_seq
 from aioshm.events.publish.replay_server import ReplayServer
 from aioshm.events.publish.sockets import PublisherSockets
 from aioshm.logs import LogLimiter
@@ -42,7 +42,7 @@ class PublisherCore:
     """
 
     def __init__(self, settings: PublisherSettings) -> None:
-        encoding, replay_format = resolve_wire(settings.wire, settings.encoding, settings.replay_format)
+        encoding, replay_format = formats_of(settings.wire)
         if settings.hwm < 0:
             raise ValueError(f"hwm must not be negative, not {settings.hwm}")
         self._topic = settings.topic.encode()

@@ -142,8 +142,8 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
         endpoint: Endpoint of the batches.
         replay_endpoint: Endpoint for replay requests; None for no replay. Always bound.
         buffer_steps: Batches kept for replay.
-        **options: Further options by name: ``hwm``, ``max_queue_size``, ``topic``, ``bind``, ``wire``, ``encoding``,
-            ``replay_format``, ``overflow``, ``curve``. See `PublisherOptions`.
+        **options: Further options by name: ``hwm``, ``max_queue_size``, ``topic``, ``bind``, ``wire``,
+            ``overflow``, ``curve``. See `PublisherOptions`.
 
     Raises:
         OSError: An endpoint cannot be bound; the text names the endpoint.

@@ -77,7 +77,7 @@ class Backlog:
         self._entries.extendleft(reversed(markers))
 
 
-# Payloads that may wait for the consumer together; decoded, they take up to 34 times as much.
+# Payloads that may wait for the consumer together; decoded, they take up to 112 times as much.
 MAX_WAITING_BYTES = 1 << 20
 
 

@@ -25,14 +25,13 @@ logger: logging.Logger = logging.getLogger("aioshm.events")
 
 # How long one callback receives messages into the backlog; decoding has four times as long.
 _READ_AHEAD_S = 0.0005
-# Messages that ZeroMQ holds for each connection to an open port: strangers may send large ones.
+# Messages that ZeroMQ holds for each connection while the loop is blocked; further messages wait in the kernel and at
+# the publisher. Fewer at an open port: strangers may send large ones.
+HWM = 1000
 OPEN_HWM = 16
 # A live message has three frames. Longer messages are garbage, of which four frames are kept.
 _MAX_FRAMES = 4
-# Plain ints: operators of an enumeration are slow.
-_NOBLOCK = int(zmq.NOBLOCK)
-_RCVMORE = int(zmq.RCVMORE)
-# Stands for the descriptor of a port that connects, or that has a transport without descriptors.
+# Stands for the descriptor of a connection within this process.
 _NO_DESCRIPTOR = -1
 _TOO_SLOW = (
     "subscriber %s: %d batches so far were dropped undecoded, because batches come faster than this process decodes "
@@ -56,10 +55,10 @@ class LivePort:
         stats: SubscriberStats,
     ) -> None:
         bind = settings.binds(endpoint)
-        hwm = settings.hwm
+        hwm = HWM
         silence_s = BOUND_SUBSCRIBER_SILENCE_S if bind else None
         if settings.is_open(endpoint):
-            hwm = min(hwm, OPEN_HWM)
+            hwm = OPEN_HWM
             if not is_loopback(endpoint):
                 text = "events are taken from anybody who reaches %s, unencrypted: pass curve=, or bind loopback"
                 logger.warning(text, endpoint)
@@ -133,29 +132,24 @@ class LivePort:
 
     def _receive_one(self) -> tuple[object, list[bytes]]:
         """Receive a message; return its connection, too."""
-        descriptor = _NO_DESCRIPTOR
-        if self._bound:
-            received = receive_frames(self._sub, _MAX_FRAMES)
-            try:
-                descriptor = int(received[0].get(zmq.SRCFD))
-            except zmq.ZMQError:  # a transport without descriptors
-                pass
-            frames = [frame.bytes for frame in received]
-        else:
-            frames = [self._sub.recv(_NOBLOCK)]
-            while self._sub.getsockopt(_RCVMORE):
-                frames.append(self._sub.recv(_NOBLOCK))
+        received = receive_frames(self._sub, _MAX_FRAMES)
+        try:
+            descriptor = int(received[0].get(zmq.SRCFD))
+        except zmq.ZMQError:  # inproc has no descriptors
+            descriptor = _NO_DESCRIPTOR
         connection = self._connections.get(descriptor)
         if connection is None:
             connection = self._connections[descriptor] = object()
-        return connection, frames
+        return connection, [frame.bytes for frame in received]
 
     def _end_connections(self, gone: set[int]) -> None:
         """Append markers for ended connections, now that no message of theirs waits in the socket."""
-        if not self._bound and gone:
-            self.backlog.note(self._connections.pop(_NO_DESCRIPTOR, object()))
-        for descriptor in gone & self._connections.keys():
-            self.backlog.note(self._connections.pop(descriptor))
+        for descriptor in gone:
+            connection = self._connections.pop(descriptor, None)
+            if connection is not None:
+                self.backlog.note(connection)
+            elif not self._bound:  # the only publisher, which may be known by replay
+                self.backlog.note(object())
 
     def _read_monitor(self) -> set[int]:
         """Handle events of connections; return the descriptors of connections that ended."""

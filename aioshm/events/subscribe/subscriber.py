@@ -46,7 +46,7 @@ class EventSubscriber(AsyncClosing):
         endpoints: One or several addresses of publishers, each with its own numbers.
         replay_endpoints: As many replay addresses; None for publishers without replay.
         topic: Receive only topics that begin with this prefix; at most 512 bytes.
-        **options: Further options by name: ``start``, ``bind``, ``hwm``, ``curve``, ``replay_timeout``,
+        **options: Further options by name: ``start``, ``bind``, ``curve``, ``replay_timeout``,
             ``check_interval``, ``gone_after_s``, ``max_waiting``, ``max_backlog_bytes``, ``max_payload_bytes``. See
             `SubscriberOptions`.
 

@@ -18,9 +18,9 @@ from aioshm.events.publish import replay_server
 from ..helpers import PATIENCE_S, Ends, batch, take
 
 
-@pytest.mark.parametrize("form", ["topic", "legacy"])
-async def test_replay_answers(ends: Ends, raw: Any, form: Any) -> None:
-    publisher = ends.publisher(topic="kv", buffer_steps=5, replay_format=form)
+@pytest.mark.parametrize(("wire_name", "form"), [("vllm-0.24+", "topic"), ("vllm-0.24", "legacy")])
+async def test_replay_answers(ends: Ends, raw: Any, wire_name: Any, form: Any) -> None:
+    publisher = ends.publisher(topic="kv", buffer_steps=5, wire=wire_name)
     for n in range(8):
         publisher.publish(batch(n))
     await publisher.flush(PATIENCE_S)

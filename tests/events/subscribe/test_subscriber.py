@@ -69,7 +69,7 @@ async def test_live_start_begins_with_the_first_arrival(ends: Ends) -> None:
 
 async def test_a_consumer_that_is_slow_loses_nothing(ends: Ends) -> None:
     publisher = ends.publisher(hwm=50)
-    subscriber = ends.subscriber(publisher, max_waiting=4, hwm=50)
+    subscriber = ends.subscriber(publisher, max_waiting=4)
     subscriber.open()
     for n in range(3000):
         publisher.publish(batch(n))
@@ -166,7 +166,6 @@ async def test_another_loop_is_refused(ends: Ends) -> None:
         (("tcp://h:1",), {"topic": "\u00e9" * 257}),
         (("tcp://h:1",), {"max_payload_bytes": 0}),
         (("tcp://h:1",), {"max_backlog_bytes": 0}),
-        (("tcp://h:1",), {"hwm": 0}),
     ],
 )
 def test_bad_arguments_are_named(arguments: Any, options: Any) -> None:
