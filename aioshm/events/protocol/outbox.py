@@ -99,10 +99,12 @@ class Outbox:
             self._idle = False
             return wake
 
-    def close(self) -> None:
-        """Refuse further batches. Idempotent."""
+    def close(self) -> bool:
+        """Refuse further batches; True the first time."""
         with self._lock:
+            was_open = not self.closed
             self.closed = True
+            return was_open
 
     def take(self) -> tuple[int, EventBatch | None] | None:
         """Return the next number and its batch, which is None for an empty batch that reveals a hole.

@@ -51,6 +51,7 @@ class PublisherCore:
         buffer = ReplayBuffer(settings.buffer_steps)
         self._stats = PublisherStats()  # ``stats`` adds the outbox's numbers
         self.outbox: Outbox = Outbox(settings.max_queue_size, settings.overflow)
+        self.inherited: bool = False  # whether this is a forked child's copy of an open publisher
         self._encode = BatchEncoder(encoding).encode
         self._rank = settings.data_parallel_rank
         self._overflowed = False
@@ -232,7 +233,9 @@ class PublisherCore:
         return self.sockets.close(linger)
 
     def detach_after_fork(self) -> None:
-        """Stop in a forked child: the sockets belong to the parent."""
+        """Close in a forked child: the sockets belong to the parent."""
+        self.inherited = not self.outbox.closed
+        self.outbox.closed = True
         self._stopped = True
 
     def stats(self) -> PublisherStats:

@@ -22,7 +22,6 @@ from aioshm.events.protocol.messages import EventBatch
 from aioshm.events.protocol.outbox import PublisherStats
 from aioshm.events.protocol.wire import END_SEQ
 from aioshm.events.publish.core import PublisherCore
-from aioshm.process.limits import detach_when_forked
 from aioshm.zeromq.hosts import connectable
 
 
@@ -159,8 +158,6 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
         buffer_steps: int = DEFAULT_BUFFER_STEPS,
         **options: Unpack[PublisherOptions],
     ) -> None:
-        self._closed = True  # until the constructor has succeeded
-        self._inherited = False
         super().__init__(data_parallel_rank)
         settings = PublisherSettings(
             data_parallel_rank=data_parallel_rank,
@@ -177,8 +174,6 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
         self._core = PublisherCore(settings)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
-        self._closed = False
-        detach_when_forked(self)
         self._attach_to_loop(required=False)
 
     async def apublish(self, events: EventBatch, timeout: float | None = None) -> None:
@@ -211,7 +206,7 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
             RoleError: Called outside the publisher's event loop or from another thread.
             TypeError: Not an ``EventBatch``.
         """
-        if self._closed:
+        if self._core.outbox.closed:
             self._check_open()
         if not isinstance(events, EventBatch):
             raise TypeError(f"publish takes an EventBatch, not {type(events).__name__}")
@@ -235,9 +230,9 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
             PublisherClosed: The publisher was closed during this call, before the batches were sent.
             RoleError: Called on another loop than the publisher's.
         """
-        if self._inherited:
+        if self._core.inherited:
             self._check_open()
-        if not self._closed:
+        if not self._core.outbox.closed:
             self._attach_to_loop(required=True)
             await self._core.flush(timeout)
 
@@ -250,19 +245,16 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
         Args:
             timeout: Seconds for everything, including ZeroMQ's own delivery to connected subscribers.
         """
-        if self._closed:
-            return
-        self._attach_to_loop(required=True)
-        self._closed = True
-        await self._core.aclose(timeout)
+        if not self._core.outbox.closed:
+            self._attach_to_loop(required=True)
+            await self._core.aclose(timeout)
 
     def shutdown(self) -> None:
         """Send all queued batches synchronously, and close; for callers that cannot await.
 
         ZeroMQ delivers in the background for up to a second, while the process lives.
         """
-        if not self._closed:
-            self._closed = True
+        if not self._core.outbox.closed:
             self._core.shutdown()
 
     async def __aenter__(self) -> ZmqEventPublisher:
@@ -270,19 +262,15 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
         return self
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
+        core = getattr(self, "_core", None)  # None if an argument was invalid
+        if core is not None and not core.outbox.closed:
             warn_not_closed(self)
-            self._core.stop(0.0)
-
-    def detach_after_fork(self) -> None:
-        """Close in a forked child: the sockets belong to the parent."""
-        self._inherited = not self._closed
-        self._closed = True
+            core.stop(0.0)
 
     def _check_open(self) -> None:
-        if self._inherited:
+        if self._core.inherited:
             raise RoleError(f"the event publisher {self.endpoint} belongs to the process that this one was forked from")
-        if self._closed:
+        if self._core.outbox.closed:
             raise PublisherClosed("this event publisher is closed")
 
     def _attach_to_loop(self, *, required: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, ClassVar, Unpack
@@ -46,7 +45,6 @@ class ThreadedEventPublisher(Closing, CorePublisher):
         buffer_steps: int = DEFAULT_BUFFER_STEPS,
         **options: Unpack[PublisherOptions],
     ) -> None:
-        self._closed = True
         super().__init__(data_parallel_rank)
         options.setdefault("overflow", "block")
         settings = PublisherSettings(
@@ -57,7 +55,6 @@ class ThreadedEventPublisher(Closing, CorePublisher):
             **options,
         )
         self._blocks = settings.overflow == "block"
-        self._lock = threading.Lock()
         what = f"a publisher of events at {endpoint}"
         check_descriptors(what, _LOOP_DESCRIPTORS)  # asyncio leaks descriptors of a loop whose creation fails
         with naming_limits(what):
@@ -70,7 +67,6 @@ class ThreadedEventPublisher(Closing, CorePublisher):
             return core
 
         self._core = self._host.do(make)
-        self._closed = False
 
     def publish(self, events: EventBatch, timeout: float | None = None) -> None:
         """Number the batch and queue it for the thread; by default, wait while the queue is full.
@@ -116,7 +112,7 @@ class ThreadedEventPublisher(Closing, CorePublisher):
         Raises:
             TimeoutError: Some batches still wait; the text says how many.
         """
-        if not self._closed:
+        if not self._core.outbox.closed:
             self._host.run(lambda: self._core.flush(timeout))
 
     def shutdown(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
@@ -127,23 +123,18 @@ class ThreadedEventPublisher(Closing, CorePublisher):
         Args:
             timeout: Seconds for sending; batches that are left are named in a warning.
         """
-        if self._host.elsewhere:
-            return
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._core.outbox.close()
-        self._host.run(lambda: self._core.aclose(timeout))
+        if not self._host.elsewhere and self._core.outbox.close():
+            self._host.run(lambda: self._core.aclose(timeout))
 
     def close(self) -> None:
         """Call `shutdown`."""
         self.shutdown()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and not self._host.elsewhere:
+        core = getattr(self, "_core", None)  # None if an argument was invalid
+        if core is not None and not core.outbox.closed and not self._host.elsewhere:
             warn_not_closed(self, "use `with`, or call shutdown()")
-            self._host.post(self._core.shutdown)
+            self._host.post(core.shutdown)
 
 
 def _zmq_publisher(**options: Any) -> EventPublisher:
