@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from typing import Any
 
@@ -12,14 +11,8 @@ from aioshm.events import (
     BlockRemoved,
     BlockStored,
     EventBatch,
-    EventSubscriber,
-    Lost,
-    Restarted,
     Source,
-    follow,
 )
-
-from .helpers import PATIENCE_S
 
 
 class Truth:
@@ -46,28 +39,6 @@ class Truth:
                 self.held.clear()
                 events.append(AllBlocksCleared())
         return EventBatch(float(self._random.random()), events)
-
-
-async def follow_until(
-    subscriber: EventSubscriber, index: BlockIndex[Source], source_count: int, last: dict[Any, int]
-) -> bool:
-    """Feed the index until every rank in ``last`` has reached its last number; True if a loss was
-    reported."""
-    at: dict[Any, int] = {}
-    lost = False
-    async with asyncio.timeout(PATIENCE_S):
-        while any(at.get(rank, -1) < number for rank, number in last.items()):
-            item = await subscriber.receive()
-            follow(index, item)
-            if isinstance(item, Restarted):
-                at[item.source.rank] = -1
-            elif isinstance(item, Lost):
-                lost = True
-                at[item.source.rank] = item.last
-            else:
-                assert item.seq == at.get(item.source.rank, -1) + 1
-                at[item.source.rank] = item.seq
-    return lost
 
 
 def held(index: BlockIndex[Source], rank: int = 0) -> set[Any]:
