@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
-import mmap
 import os
 import sys
 import threading
@@ -236,14 +235,3 @@ def test_without_memory_nothing_changes_and_it_can_be_tried_again(
     assert Path("/proc/self/maps").read_text().count("\n") <= maps + 1
     del view
     assert not windows.settle(0, 12)
-
-
-def test_tensors_hold_views_and_not_exports() -> None:
-    """Why a lease's view is dropped and not released: a tensor over it would not keep it from being released."""
-    memory = mmap.mmap(-1, 10)
-    view = memoryview(memory)
-    tensor = as_tensor(view)
-    view.release()
-    assert len(tensor) == 10  # and points to memory that nothing holds
-    del tensor
-    memory.close()

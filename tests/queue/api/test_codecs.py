@@ -6,19 +6,12 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 from pairs import attached
 
 from aioshm import CodecError, HandleError, MessageQueue
 from aioshm.codec import MsgpackCodec, register_codec, registry
 from aioshm.errors import RoleError
-
-
-class Step(msgspec.Struct):
-    number: int
-    name: str
-    payload: bytes
 
 
 class Reversed:
@@ -41,27 +34,6 @@ def reversed_codec() -> Iterator[None]:
     register_codec("reversed", Reversed)
     yield
     del registry._factories["reversed"], registry._codes["reversed"]
-
-
-async def test_typed_msgpack() -> None:
-    writer = MessageQueue(2, 2, max_chunk_bytes=4096, codec=MsgpackCodec(type=Step))
-    handle = writer.export_handle()
-    typed = MessageQueue.create_from_handle(handle, 0, codec=MsgpackCodec(type=Step))
-    untyped = MessageQueue.create_from_handle(handle, 1)
-    async with writer, typed, untyped:
-        for number, size in enumerate([10, 4090, 4200, 50_000]):
-            sent = [Step(number, "s", b"p" * size), Step(number, "t", b"")]
-            _, got, plain = await asyncio.gather(writer.enqueue_many(sent, 10), typed.dequeue(10), untyped.dequeue(10))
-            assert got == sent[0]
-            assert plain == {"number": number, "name": "s", "payload": b"p" * size}
-            async with typed.lease(5) as step:
-                assert step == sent[1]
-            await untyped.dequeue(5)
-        await writer.enqueue({"number": "no number"})
-        await writer.enqueue(Step(9, "fine", b""))
-        with pytest.raises(CodecError, match="int"):
-            await typed.dequeue(5)
-        assert (await typed.dequeue(5)).name == "fine"
 
 
 async def test_wrong_codecs_at_the_reader() -> None:

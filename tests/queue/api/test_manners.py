@@ -37,17 +37,6 @@ class TestBothEndsInOneTask:
             await writer.enqueue("hello", 20)
             assert [await reader.dequeue(20) for reader in readers] == ["hello", "hello"]
 
-    async def test_what_goes_wrong_is_said_by_the_first_call(self) -> None:
-        writer = wide_writer(1, 0)
-        async with writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-            async with MessageQueue.create_from_handle(writer.export_handle(), 0) as second:
-                await writer.wait_until_ready(20)
-                await until(lambda: second.end.state.refusal is not None, "the refusal")
-                with pytest.raises(HandleError, match="rank 0 is taken"):
-                    await second.dequeue(20)
-            await writer.enqueue("hello", 20)
-            assert await reader.dequeue(20) == "hello"
-
 
 class TestAWriterThatWasClosed:
     """It did not die, whenever that was."""

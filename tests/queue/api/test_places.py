@@ -147,17 +147,6 @@ class TestReplaced:
             assert await reader.dequeue(20) == "x"
 
     @EITHER_PLACE
-    async def test_when_all_had_left(self, n_local: int, n_remote: int) -> None:
-        async with ready_ends(n_local, n_remote) as (writer, (reader,)):
-            await reader.aclose()
-            await becomes(writer, 0, "left")
-            with pytest.raises(PeerClosed, match="every reader has left"):
-                await writer.enqueue("nobody's", 20)
-            async with joined(writer, 0) as newcomer:
-                await writer.enqueue("x", 20)
-                assert await newcomer.dequeue(20) == "x"
-
-    @EITHER_PLACE
     async def test_cancelled_at_every_turn(self, n_local: int, n_remote: int) -> None:
         """One that gives up leaves the place to the next one, wherever it was."""
         async with ready_ends(n_local, n_remote) as (writer, (reader,)):

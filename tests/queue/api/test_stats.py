@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import platform
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 from pairs import EITHER_PLACE
-from remotes import ready_ends, wide_writer
+from remotes import ready_ends
 from support import until
 
-from aioshm import MessageQueue
 from aioshm.queue.stats import Rates
 
 
@@ -101,18 +99,3 @@ async def test_a_row_for_each_reader() -> None:
         assert msgspec.json.decode(encoded, type=type(stats)) == stats
         await second.aclose()
         await until(lambda: writer.stats().per_reader[1].state == "left")
-
-
-async def test_a_newcomers_rate() -> None:
-    """It has not received what was sent before it came."""
-    writer = wide_writer(1, 0, chunks=8, max_readers=2, on_reader_death="evict")
-    handle = writer.export_handle()
-    async with writer, MessageQueue.create_from_handle(handle, 0) as first:
-        await asyncio.gather(writer.wait_until_ready(20), first.wait_until_ready(20))
-        for number in range(500):
-            await writer.enqueue(number)
-            await first.dequeue(20)
-        async with MessageQueue.create_from_handle(handle, 1) as late:
-            await late.wait_until_ready(20)
-            stats = late.stats()
-            assert (stats.messages, stats.messages_per_s, stats.bytes) == (500, 0, 0)

@@ -94,12 +94,6 @@ async def test_a_codec_of_no_type_takes_the_queues_with_its_hooks() -> None:
         assert (type(received), received.degrees) == (Celsius, 36.6)
 
 
-async def test_pickle_gives_what_was_sent() -> None:
-    async with pair("pickle", type=Step) as (writer, reader):
-        await writer.enqueue("no step")
-        assert await reader.dequeue(5) == "no step"
-
-
 class Checking(PickleCodec):
     """A codec of one's own that knows types."""
 

@@ -29,17 +29,6 @@ def test_one_rank_writes_to_all_others(world_size: int, writer: int) -> None:
     assert at_every_rank(meet(world_size), call) == [list(range(50))] * world_size
 
 
-def test_without_blocking_nobody_waits() -> None:
-    def call(member: Any) -> Any:
-        queue = blocking.MessageQueue.create_from_process_group(member, 4096, 4, blocking=False)
-        ready = queue.stats().ready
-        with queue:
-            queue.wait_until_ready(20)
-            return ready
-
-    assert at_every_rank(meet(3), call) == [False] * 3
-
-
 @pytest.mark.parametrize("blocks", [False, True])
 def test_every_rank_writes_to_one(blocks: bool) -> None:
     def call(member: Any) -> Any:

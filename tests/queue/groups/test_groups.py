@@ -10,7 +10,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -384,16 +383,6 @@ async def test_an_error_of_any_rank_reaches_all(maker: Any, wrong: dict[str, Any
     for other in errors[:2]:
         assert type(other) is HandleError
         assert f"rank 2 could not take part: {error}" in str(other)
-
-
-async def test_an_error_of_the_probe_reaches_all(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    options = Options(lifeline="directory", runtime_dir=str(file))
-    errors = await everywhere([create_from_process_group(pg, *SIZES, options=options) for pg in meet(3)])
-    assert type(errors[0]) is SharedMemoryError
-    assert [type(error) for error in errors[1:]] == [HandleError, HandleError]
-    assert all("rank 0 could not make the queue: SharedMemoryError" in str(error) for error in errors[1:])
 
 
 async def test_a_broken_group_leaves_nothing() -> None:

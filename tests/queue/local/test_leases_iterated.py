@@ -13,7 +13,7 @@ from faces import Thread, pair
 from pairs import attached
 from support import until
 
-from aioshm import CodecError, EndClosed, MessageQueue, QueueClosed, QueueEmpty, RoleError, blocking
+from aioshm import CodecError, EndClosed, MessageQueue, QueueEmpty, RoleError, blocking
 
 LARGE = 600_000
 """More than `leases.VIEW_BYTES`."""
@@ -133,17 +133,6 @@ async def test_what_cannot_be_decoded_is_passed_over() -> None:
             await anext(its)
         assert await anext(its) == "third"
         await its.aclose()
-
-
-async def test_an_end_that_is_closed_amid_a_loop() -> None:
-    async with attached(slots=8) as (writer, [reader]):
-        await writer.enqueue_many(range(3))
-        with pytest.raises(QueueClosed):
-            async for number in reader.leases():
-                assert number == 0
-                await reader.aclose()
-                raise QueueClosed("the body's own")
-        assert [number async for number in reader.leases()] == []
 
 
 async def test_a_loop_that_another_thread_lets_go_of() -> None:

@@ -44,16 +44,6 @@ def memory_fds() -> int:
 
 
 @BOTH_WAYS
-async def test_there_are_never_more_than_slots(way: str) -> None:
-    async with attached(1, chunks=4, overflow=way) as (writer, (reader,)):
-        for start in range(0, 60, 4):
-            sent = [bytes([start + n]) * (BIG + 1000 * ((start * 7 + n) % 11)) for n in range(4)]
-            await writer.enqueue_many(sent)
-            assert await reader.dequeue_many(1) + [await reader.dequeue(5) for _ in range(3)] == sent
-        assert bodies(writer) == 4
-
-
-@BOTH_WAYS
 async def test_they_grow_with_the_messages(way: str) -> None:
     async with attached(2, overflow=way) as (writer, readers):
         for size in (5000, BIG, 20 * BIG, 100, 6000, 60 * BIG):

@@ -37,17 +37,6 @@ def test_everything_comes_in_each_queues_order(n_local: int, n_remote: int, read
 
 
 @pytest.mark.usefixtures("short_goodbye")
-def test_a_message_wakes_it() -> None:
-    with blocking_queues(2, 1) as (writers, readers):
-        merged = merge(readers)
-        for rank, writer in enumerate(writers):
-            waiting = Thread(next, merged)
-            all_asleep(readers)
-            writer.enqueue("x", 20)
-            assert waiting.result() == (rank, "x")
-
-
-@pytest.mark.usefixtures("short_goodbye")
 def test_closing_ends_a_wait_in_another_thread_and_leaves_the_readers() -> None:
     with blocking_queues(2, 1) as (writers, readers):
         merged = merge(readers)

@@ -147,18 +147,6 @@ class TestRemoving:
             await writers[1].enqueue("again", 20)
             assert await anext(merged) == (0, "again")
 
-    async def test_another_merge_can_have_it_at_once(self) -> None:
-        async with queues(2) as (writers, readers):
-            one, other = merge(readers), merge({})
-            waiting = await asleep(one)
-            one.remove(1)
-            other.add(9, readers[1])
-            second = await asleep(other)
-            await writers[1].enqueue("there", 20)
-            assert await second == (9, "there")
-            await writers[0].enqueue("here", 20)
-            assert await waiting == (0, "here")
-
 
 class TestErrors:
     @pytest.mark.parametrize("how", ["remove", "add"])

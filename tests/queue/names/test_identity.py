@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,16 +275,6 @@ async def test_a_writer_that_could_not_be_made_has_no_identity(identity: Path) -
 
 
 # The file
-
-
-def test_it_is_this_users_alone(identity: Path) -> None:
-    before = os.umask(0)
-    try:
-        made(identity)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(identity.stat().st_mode) == 0o600
-    assert os.listdir(identity.parent) == [identity.name]
 
 
 @SPOILED

@@ -23,31 +23,6 @@ async def test_sizes_around_every_bound(n_local: int, secure: bool) -> None:
                 assert await reader.dequeue(5) == payload[:size]
 
 
-async def test_stats() -> None:
-    async with ready_ends(1, 1, chunks=16) as (writer, (local, remote)):
-        for number in range(10):
-            await writer.enqueue(bytes(number))
-        stats = writer.stats()
-        assert (stats.messages, stats.backlog, stats.readers, stats.kept) == (10, 10, 2, 10)
-        assert stats.kept_bytes > 10 * 50
-        assert await local.dequeue(5) == b""
-        assert await remote.dequeue(5) == b""
-        async with asyncio.timeout(5):
-            while remote.stats().backlog < 9 or writer.stats().kept > 9:
-                await asyncio.sleep(0.001)
-        stats = remote.stats()
-        assert (stats.side, stats.rank, stats.ready, stats.messages) == ("reader", 1, True, 1)
-        assert (stats.resent, stats.reconnects, writer.stats().resent) == (0, 0, 0)
-        for number in range(1, 10):
-            assert await remote.dequeue(5) == bytes(number)
-        async with asyncio.timeout(5):
-            while writer.stats().kept_bytes:
-                await asyncio.sleep(0.001)
-        assert writer.stats().backlog == 9, "the local reader's"
-    assert remote.stats().messages == 10
-    assert writer.stats().messages == 10
-
-
 async def test_how_large_messages_may_be_is_for_the_writer_to_say() -> None:
     async with wide_writer(0, 1, codec="raw", max_message_bytes=100_000, chunk=200_000) as writer:
         own = msgspec.structs.replace(writer.export_handle().options, max_message_bytes=10)

@@ -17,7 +17,7 @@ from remotes import ready_ends, wide_writer
 from support import until
 
 from aioshm import MessageQueue, PeerDied
-from aioshm.codec.frames import HEADER, INLINE, RAW, body_bytes, split_body
+from aioshm.codec.frames import INLINE, RAW, body_bytes, split_body
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.messages import Assembly, Outgoing, pack
 from aioshm.queue.remote.wire import ONE_FRAME_BYTES, PART_BYTES
@@ -122,15 +122,6 @@ async def test_writer_that_dies_amid_a_message_leaves_its_reader_without_the_mes
 # What is received
 
 
-async def test_large_messages_keep_their_order_among_small_ones(small_parts: None) -> None:
-    async with ready_ends(1, 2, codec="raw") as (writer, readers):
-        messages: list[Any] = [b"x" * size for size in (1, 20_000, 20_001, 70_000, 5, 100_000, 40_000)] * 3
-        sending = asyncio.ensure_future(writer.enqueue_many(messages))
-        for reader in readers:
-            assert [await reader.dequeue(20) for _ in messages] == messages
-        await sending
-
-
 @pytest.mark.parametrize("codec", ["pickle", "msgpack"])
 async def test_large_arrays_of_every_kind_arrive_as_they_were_sent(codec: str, small_parts: None) -> None:
     whole = np.random.default_rng(1).integers(0, 256, 100_000, np.uint8)
@@ -224,17 +215,3 @@ def test_what_is_packed_is_a_copy(size: int) -> None:
     data = received(messages[3])
     main, buffers = split_body(data.body, data.n_buffers, data.main_bytes)
     assert [main, *buffers] == [b"piece", expected, b"piece"]
-
-
-def test_heads_and_sizes() -> None:
-    before = packed(b"x" * 100, kind=RAW, seq=2**40)
-    data = received(before)
-    assert (data.kind, data.codec, data.seq, data.main_bytes, data.n_buffers) == (RAW, 2, 2**40, 100, 0)
-    assert before.nbytes == wire.HEAD_BYTES + 100
-    apart = packed(b"x" * 100, buffers=[bytes(ONE_FRAME_BYTES)] * 3)
-    data = received(apart)
-    assert (data.kind, data.n_buffers, data.main_bytes) == (INLINE, 3, 100)
-    assert len(apart.head) == HEADER.size
-    assert apart.nbytes == wire.HEAD_BYTES + len(data.body)
-    content = bytes(10**6)
-    assert packed(content).body is content, "bytes cannot change, and are not copied"

@@ -203,17 +203,6 @@ class TestMaxReaders:
                     assert held or await newcomer.dequeue(20) == "x"
 
 
-class TestHistory:
-    async def test_is_what_others_have_still_to_read_where_nothing_more_is_kept(self) -> None:
-        async with ready_ends(0, 2, remote_window=8) as (writer, (_, leaver)):
-            await leaver.aclose()
-            await becomes(writer, 1, "left")
-            for number in range(8):
-                await writer.enqueue(number, 20)
-            async with joined(writer, 1, history=3) as newcomer:
-                assert await received(newcomer, 3) == [5, 6, 7]
-
-
 class TestClosing:
     async def test_who_comes_to_a_writer_that_closes_is_told_so(self) -> None:
         async with ready_ends(0, 2) as (writer, (reader, leaver)):
