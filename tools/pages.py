@@ -1,4 +1,4 @@
-"""What ``make docs`` adds to the pages, as a hook of mkdocs: parts that stand in the source, and ``llms.txt``.
+"""What ``make docs`` adds to the pages, as a hook of mkdocs: parts that stand in the source.
 
 * ``<!-- include: FILE -->``: a page of the repository's root, its links turned to those of the site.
 * ``<!-- docstring: MODULE -->``: what a module says of itself, drawings and all.
@@ -23,8 +23,6 @@ SITE_PAGES = {
 }
 """Where the pages of the repository's root are on the site."""
 
-_seen: list[tuple[str, str, str]] = []  # of each page: its title, its URL and its first sentence
-
 
 def on_config(config: Any) -> None:
     """Name the version at the foot of every page."""
@@ -40,32 +38,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     markdown = re.sub(r"<!-- docstring: (\S+) -->", lambda found: docstring(found[1]), markdown)
     if "<!-- command line -->" in markdown:
         markdown = markdown.replace("<!-- command line -->", command_line())
-    title = re.search(r"^# (.+)$", markdown, re.MULTILINE)
-    _seen.append((title[1] if title else page.title, page.url, summary(markdown)))
     return markdown
-
-
-def on_pre_build(**_: Any) -> None:
-    """Forget the pages of an earlier build."""
-    _seen.clear()
-
-
-def on_post_build(config: Any, **_: Any) -> None:
-    """Write ``llms.txt``: what there is to read, for programs that read."""
-    base = (config.site_url or "").rstrip("/")
-    lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
-    lines += [f"- [{title}]({base}/{url}): {text}" for title, url, text in _seen]
-    Path(config.site_dir, "llms.txt").write_text("\n".join(lines) + "\n")
-
-
-def summary(markdown: str) -> str:
-    """Return the first sentence of a page that is text."""
-    for part in re.sub(r"```.*?```", "", markdown, flags=re.DOTALL).split("\n\n"):
-        text = " ".join(part.split())
-        if text and not text.startswith(("#", "<", "!", "|", "-", "*", ":::")):
-            text = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text)
-            return re.split(r"(?<=[.!?]) ", text, maxsplit=1)[0]
-    return ""
 
 
 def included(name: str, depth: int) -> str:

@@ -73,7 +73,7 @@ def source(model: str, defines: list[str]) -> tuple[str, list[str]]:
     for define in defines:
         name, _, value = define.removeprefix("-D").partition("=")
         text = re.sub(rf"^.*/\* -{name} \*/\n", "", text, flags=re.MULTILINE)
-        text = re.sub(rf"^/\* \+{name}: (.*) \*/$", r"\1", text, flags=re.MULTILINE)
+        text = re.sub(rf"^ */\* \+{name}: (.*) \*/$", r"\1", text, flags=re.MULTILINE)
         text, bounds = re.subn(rf"^#define {name} \S+", f"#define {name} {value or 1}", text, flags=re.MULTILINE)
         if not bounds:
             others.append(define)

@@ -7,10 +7,10 @@ import math
 import os
 import signal
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from aioshm.closing import Closing
 
@@ -18,8 +18,6 @@ _FIRST_RECHECK_S = 0.001
 _LAST_RECHECK_S = 0.25
 _CODE_WITHIN_S = 1.0
 """How long the exit code of an exited process may take; after that, another part of the program has taken the code."""
-_RECHECK_FOR_S = 2.0
-"""How long to poll a manager after one of its descriptors became readable: the exit may be known already."""
 _SHOWN_CHARACTERS = 500
 
 
@@ -48,19 +46,16 @@ class WatchedProcess(Protocol):
         """A descriptor that is readable once the process has exited."""
 
 
-@runtime_checkable
 class WatchedManager(Protocol):
     """The starter of the local engines.
 
-    Optional members are used where they exist: ``processes``; ``actors``, processes with a ``host``; ``aclose()`` or
-    ``close()``, which stop all processes; ``last_lines(name)``, the last lines of a process's stderr.
+    Optional members are used where they exist: ``aclose()`` or ``close()``, which stop all processes;
+    ``last_lines(name)``, the last lines of a process's stderr.
     """
 
-    def sentinels(self) -> Sequence[Any]:
-        """Return descriptors that are readable once a process has exited."""
-
-    def finished_procs(self) -> Mapping[str, int | None]:
-        """Return the exit codes of the processes that have exited, by name; None where the code is not known."""
+    @property
+    def processes(self) -> Sequence[WatchedProcess]:
+        """The processes; those of other hosts have a ``host``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +129,14 @@ class ProcessWatch(Closing):
         self._on_exit = on_exit
         self._running: dict[WatchedProcess, bool] = {}  # value: whether a manager started the process
         self._gone: weakref.WeakSet[WatchedProcess] = weakref.WeakSet()  # exited; may be added again
-        self._managers: list[WatchedManager] = []  # without ``processes`` or ``actors``
         self._last_lines: list[Callable[[str], Sequence[str]]] = []  # of the managers
         self._descriptors: set[int] = set()
         # Processes that have exited without an exit code so far, and until when to wait for the code.
         self._due: dict[WatchedProcess, float] = {}
         self._exits: list[ProcessExit] = []  # since the last call of `take`
-        self._named: set[str] = set()  # names of exited processes of `_managers`
         self._waiter: asyncio.Future[None] | None = None
         self._recheck: asyncio.Handle | None = None
         self._delay = _FIRST_RECHECK_S
-        self._recheck_until = 0.0
         self._closed = False
         try:
             if manager is not None:
@@ -168,19 +160,12 @@ class ProcessWatch(Closing):
         last_lines = getattr(manager, "last_lines", None)
         if last_lines is not None and last_lines not in self._last_lines:
             self._last_lines.append(last_lines)
-        for processes in ("processes", "actors"):
-            if hasattr(manager, processes):
-                self.add(getattr(manager, processes), managed=True)
-                return
-        self._managers.append(manager)
-        for sentinel in manager.sentinels():
-            self._watch(os.dup(_fileno(sentinel)), None, 0.0)
-        self._check_after(0.0)
+        self.add(manager.processes, managed=True)
 
     @property
     def running(self) -> bool:
         """Whether any process may still run."""
-        return bool(self._running or self._managers)
+        return bool(self._running)
 
     def exited(self) -> list[ProcessExit]:
         """Return the exits since the last call of `take`, in their order."""
@@ -237,12 +222,6 @@ class ProcessWatch(Closing):
             host = getattr(process, "host", "")
             reason = getattr(process, "reason", "")
             self._exits.append(ProcessExit(process.name, process.pid, code, managed, host, line, reason))
-        for manager in self._managers:
-            for name, code in manager.finished_procs().items():
-                if name not in self._named:
-                    self._named.add(name)
-                    line = self._last_line(name, code)
-                    self._exits.append(ProcessExit(name, None, code, managed=True, last_line=line))
         return len(self._exits) > before
 
     def _last_line(self, name: str, code: int | None) -> str:
@@ -273,7 +252,7 @@ class ProcessWatch(Closing):
         except OSError:  # no descriptor is left
             self._due[process] = math.inf
 
-    def _watch(self, descriptor: int, process: WatchedProcess | None, code_within_s: float) -> None:
+    def _watch(self, descriptor: int, process: WatchedProcess, code_within_s: float) -> None:
         self._descriptors.add(descriptor)
         self._loop.add_reader(descriptor, self._readable, descriptor, process, code_within_s)
 
@@ -283,15 +262,12 @@ class ProcessWatch(Closing):
             self._loop.remove_reader(descriptor)
         os.close(descriptor)
 
-    def _readable(self, descriptor: int, process: WatchedProcess | None, code_within_s: float) -> None:
+    def _readable(self, descriptor: int, process: WatchedProcess, code_within_s: float) -> None:
         if descriptor not in self._descriptors:
             return
         self._forget(descriptor)
-        now = self._loop.time()
-        if process is None:
-            self._recheck_until = now + _RECHECK_FOR_S
-        elif process in self._running:
-            self._due[process] = now + code_within_s
+        if process in self._running:
+            self._due[process] = self._loop.time() + code_within_s
         self._delay = _FIRST_RECHECK_S
         self._check()
 
@@ -300,12 +276,11 @@ class ProcessWatch(Closing):
         if self._closed:
             return
         if self._collect():
-            self._recheck_until = 0.0
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
             if self._on_exit is not None:
                 self._on_exit()
-        if self._due or self._loop.time() < self._recheck_until:
+        if self._due:
             self._check_after(self._delay)
             self._delay = min(2 * self._delay, _LAST_RECHECK_S)
 

@@ -21,7 +21,6 @@ from aioshm.ring.segment import orphans
 
 READY_TIMEOUT_S = 30.0
 
-_HAS_LISTS_OF_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 _FIRST_PAUSE_S = 0.001
 _MAX_PAUSE_S = 0.05
 _LOOP_TURNS = 100
@@ -138,29 +137,11 @@ def _resources() -> set[str]:
 
 def _descendants() -> dict[int, str]:
     """Return the command lines of running processes below this process, by pid, without multiprocessing's tracker."""
-    found = _listed_descendants()
-    if not _HAS_LISTS_OF_CHILDREN:
-        import psutil
+    import psutil
 
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found[process.pid] = " ".join(process.cmdline())
-    return {pid: command for pid, command in found.items() if "resource_tracker" not in command}
-
-
-def _listed_descendants() -> dict[int, str]:
-    """Search the kernel's lists of children (proc_pid_children(5)), which is faster than to search all processes."""
     found: dict[int, str] = {}
-    parents = [os.getpid()]
-    while parents:
-        parent = parents.pop()
-        with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
-            for children in Path(f"/proc/{parent}/task").glob("*/children"):
-                with suppress(FileNotFoundError, ProcessLookupError):
-                    parents += map(int, children.read_text().split())
-            if Path(f"/proc/{parent}/stat").read_bytes().rpartition(b") ")[2][:1] not in b"ZX":
-                command = Path(f"/proc/{parent}/cmdline").read_bytes().replace(b"\0", b" ").strip()
-                found[parent] = os.fsdecode(command)
-    found.pop(os.getpid(), None)
-    return found
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = " ".join(process.cmdline())
+    return {pid: command for pid, command in found.items() if "resource_tracker" not in command}

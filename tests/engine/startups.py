@@ -70,12 +70,6 @@ class FakeManager:
         self.processes.append(process)
         return process
 
-    def sentinels(self) -> list[int]:
-        return [process.sentinel for process in self.processes]
-
-    def finished_procs(self) -> dict[str, int]:
-        return {process.name: process.exitcode for process in self.processes if process.exitcode is not None}
-
     def last_lines(self, name: str) -> list[str]:
         process = next(each for each in self.processes if each.name == name)
         return process.said()[1].splitlines() if process.exitcode is not None else []

@@ -47,26 +47,6 @@ async def test_exit_whose_code_another_part_of_the_program_has_taken(monkeypatch
     os.close(process.sentinel)
 
 
-async def test_sentinel_without_an_exit_is_not_polled_often() -> None:
-    read, write = os.pipe()
-    os.close(write)
-    looks = 0
-
-    def finished_procs() -> dict[str, int]:
-        nonlocal looks
-        looks += 1
-        return {}
-
-    manager: Any = SimpleNamespace(sentinels=lambda: [read], finished_procs=finished_procs)
-    died = asyncio.Event()
-    watch = ProcessWatch(manager=manager, on_exit=died.set)
-    await asyncio.sleep(0.3)
-    assert looks < 20
-    assert not died.is_set()
-    watch.close()
-    os.close(read)
-
-
 class Elsewhere:
     """A process whose exit code cannot be known."""
 
@@ -85,7 +65,7 @@ class Elsewhere:
 
 async def test_process_of_another_host_has_exited_when_its_sentinel_is_readable() -> None:
     process = Elsewhere()
-    with ProcessWatch(manager=SimpleNamespace(actors=[process])) as watch:  # type: ignore[arg-type]
+    with ProcessWatch(manager=SimpleNamespace(processes=[process])) as watch:  # type: ignore[arg-type]
         assert not await watch.next(asyncio.get_running_loop().time() + 0.05)
         process.end()
         (found,) = await watch.next()
@@ -191,12 +171,6 @@ class Written:
     def __init__(self, process: FakeProcess, lines: list[str] | Exception) -> None:
         self.processes = [process]
         self._lines = lines
-
-    def sentinels(self) -> list[int]:
-        return []
-
-    def finished_procs(self) -> dict[str, int]:
-        return {}
 
     def last_lines(self, name: str) -> list[str]:
         if isinstance(self._lines, Exception):

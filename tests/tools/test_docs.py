@@ -110,10 +110,6 @@ def test_a_docstring_becomes_a_page() -> None:
     assert "```text\nreader                                writer\n" in text
 
 
-def test_what_a_page_begins_with() -> None:
-    assert pages.summary("# Title\n\n```\ncode\n```\n\nIt has a [link](x.md). And more.") == "It has a link."
-
-
 @pytest.mark.slow
 def test_the_site(tmp_path: Path) -> None:
     """Every link, anchor and reference leads somewhere, or ``make docs`` fails."""
@@ -122,9 +118,7 @@ def test_the_site(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     site = tmp_path / "site"
-    listed = (site / "llms.txt").read_text()
     for page in ("tutorial/", "howto/starlette/", "reference/errors/"):
-        assert f"{page}): " in listed
         assert (site / page / "index.html").exists()
     shown = (site / "reference/queue/index.html").read_text()
     assert "Send an object to every reader" in shown  # from a docstring

@@ -78,11 +78,8 @@ active proctype writer() {
         closed_flag = 1;
         if
         :: admitted -> down!BYE
-#ifndef NO_CLOSED_TO_STRANGERS
-        :: accepted && !admitted -> down!CLOSED
-#else
-        :: accepted && !admitted
-#endif
+        :: accepted && !admitted -> down!CLOSED                                  /* -NO_CLOSED_TO_STRANGERS */
+        /* +NO_CLOSED_TO_STRANGERS: :: accepted && !admitted */
         :: !accepted
         fi;
         listening = 0;                                                           /* -NO_SHUTDOWN */

@@ -30,21 +30,15 @@ inline empty_outbox() {
 inline hand_over(s) {
     atomic {
         if
-#ifndef PAST_OUTBOX
-        :: n_outbox == 0 && nfull(sock) -> sock!s
-        :: n_outbox > 0 || full(sock) -> outbox[n_outbox] = s; n_outbox++; overfull = 1
-#else
-        :: nfull(sock) -> sock!s
-        :: full(sock) -> outbox[n_outbox] = s; n_outbox++; overfull = 1
-#endif
+        :: n_outbox == 0 && nfull(sock) -> sock!s                                /* -PAST_OUTBOX */
+        :: n_outbox > 0 || full(sock) -> outbox[n_outbox] = s; n_outbox++; overfull = 1 /* -PAST_OUTBOX */
+        /* +PAST_OUTBOX: :: nfull(sock) -> sock!s */
+        /* +PAST_OUTBOX: :: full(sock) -> outbox[n_outbox] = s; n_outbox++; overfull = 1 */
         fi
     }
 }
-#ifndef REUSE_EARLY
-#define FREE(k) (k < n_segments && used_for[k] < read)
-#else
-#define FREE(k) (k < n_segments)
-#endif
+#define FREE(k) (k < n_segments && used_for[k] < read)                           /* -REUSE_EARLY */
+/* +REUSE_EARLY: #define FREE(k) (k < n_segments) */
 #define NO_MESSAGE 255
 #define MAY_OFFER(k) (k < n_segments && used_for[k] != NO_MESSAGE)
 #define WHOLE(k) (!MAY_OFFER(k) || (head[k] == used_for[k] && tail[k] == used_for[k]))
@@ -53,7 +47,7 @@ active proctype writer() {
     {
     do
     :: m < M && m - read < 2 ->
-/* +VIEWED_FIRST:         seen = viewed; */
+        /* +VIEWED_FIRST: seen = viewed; */
         atomic { free0 = FREE(0); free1 = FREE(1) }
         seen = viewed;                                                           /* -VIEWED_FIRST */
         if                                            /* fitting: one that is free, or a new one */
@@ -68,7 +62,7 @@ active proctype writer() {
         if :: fresh -> hand_over(s) :: else fi;                                  /* -MARKER_FIRST */
         marker[m % 2] = s;
         published = m + 1;                            /* marker */
-/* +MARKER_FIRST:         if :: fresh -> hand_over(s) :: else fi; */
+        /* +MARKER_FIRST: if :: fresh -> hand_over(s) :: else fi; */
         atomic { m++; s = 0; fresh = 0; seen = 0; free0 = 0; free1 = 0 }
     :: n_outbox > 0 && nfull(sock) -> empty_outbox()
     :: lost_reader -> break                           /* evicted */
@@ -104,7 +98,7 @@ active proctype reader() {
         :: skip
         fi;
         atomic { read++; s = 0; n = 0 };
-/* +VIEW_LATE:         if :: views -> viewed = 1 << at :: else fi */
+        /* +VIEW_LATE: if :: views -> viewed = 1 << at :: else fi */
     :: views -> check_view(); views = 0; viewed = 0   /* drop */
     :: nempty(sock) -> arrive()
     :: read == M -> break

@@ -142,12 +142,9 @@ active proctype writer() {
         load(0, R_PARKED, parked);                   /* tell */
         if
         :: parked ->
-#ifdef RING_FIRST
-            ring(0, 0); store(0, R_PARKED, 0)
-#else
-            store(0, R_PARKED, 0);                   /* ring_reader: one ring is enough until it wakes */
-            ring(0, 0)
-#endif
+            store(0, R_PARKED, 0);                   /* ring_reader: one ring is enough until it wakes */ /* -RING_FIRST */
+            ring(0, 0)                                                           /* -RING_FIRST */
+            /* +RING_FIRST: ring(0, 0); store(0, R_PARKED, 0) */
         :: else
         fi
     :: sent == MESSAGES -> break
@@ -177,7 +174,7 @@ active proctype reader() {
                 fence(1);                                                        /* -NO_FENCE_AFTER_PARKING */
                 load(1, PUBLISHED, there);                                       /* -NO_LOOK_AFTER_PARKING */
                 if :: there > have -> break :: else fi;                          /* -NO_LOOK_AFTER_PARKING */
-/* +DRAIN_AFTER_LOOKING:                 bell[0] = 0; */
+                /* +DRAIN_AFTER_LOOKING: bell[0] = 0; */
                 if
                 :: atomic { bell[0] == 1 -> bell[0] = 0; catch_up(1) }
                 :: atomic { dead[0] -> end_of_file = 1; catch_up(1) } break      /* -NO_END_OF_FILE */
@@ -185,7 +182,7 @@ active proctype reader() {
                 :: true                              /* the timer */             /* -NO_RECHECK */
 #endif
                 fi;
-/* +NO_LOOK_AFTER_PARKING:                 break */
+                /* +NO_LOOK_AFTER_PARKING: break */
             od;
             store(1, R_PARKED, 0)
         fi
@@ -221,9 +218,9 @@ active proctype writer() {
         :: true                                                                  /* -NO_RECHECK */
 #endif
         fi;
-/* +NO_LOOK_AFTER_PARKING:         load(0, FLAG, mine); */
-/* +NO_LOOK_AFTER_PARKING:         load(0, FLAG + 1, other); */
-/* +NO_LOOK_AFTER_PARKING:         if :: mine && (other || read_killed) -> break :: else fi; */
+        /* +NO_LOOK_AFTER_PARKING: load(0, FLAG, mine); */
+        /* +NO_LOOK_AFTER_PARKING: load(0, FLAG + 1, other); */
+        /* +NO_LOOK_AFTER_PARKING: if :: mine && (other || read_killed) -> break :: else fi; */
     od;
     store(0, W_PARKED, 0)
 }
@@ -243,12 +240,9 @@ proctype reader(byte r) {
         load(1 + r, FLAG + 1, other);
         if
         :: parked && wanted == 1 && mine && other ->
-#ifdef NO_RING
-            store(1 + r, W_PARKED, 0)
-#else
-            store(1 + r, W_PARKED, 0);
-            ring(1 + r, 1)
-#endif
+            store(1 + r, W_PARKED, 0);                                           /* -NO_RING */
+            ring(1 + r, 1)                                                       /* -NO_RING */
+            /* +NO_RING: store(1 + r, W_PARKED, 0) */
         :: else
         fi
     :: else

@@ -74,12 +74,9 @@ active proctype reader() {
     do
     :: data?DATA,s -> atomic {                                /* arrived */
         if
-#ifndef NO_DOUBLE_CHECK
-        :: s < next || early[s] -> skip
-        :: s >= next && !early[s] ->
-#else
-        :: true ->
-#endif
+        :: s < next || early[s] -> skip                                          /* -NO_DOUBLE_CHECK */
+        :: s >= next && !early[s] ->                                             /* -NO_DOUBLE_CHECK */
+        /* +NO_DOUBLE_CHECK: :: true -> */
             assert(s >= next);
             if :: s > known -> known = s :: else fi;
             early[s] = 1;

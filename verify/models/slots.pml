@@ -138,22 +138,13 @@ inline check_chunks() {
 }
 
 /* has_message: whether slot and chunk still have it */
-#ifndef NO_SEQ_CHECK
-#define SLOT_HAS(m) (written[(m) % S] && hseq[(m) % S] == (m))
-#else
-#define SLOT_HAS(m) (written[(m) % S])
-#endif
-#ifndef NO_STAMP_CHECK
-#define CHUNK_HAS(m) (hchunk[(m) % S] == 0 || stamp[hchunk[(m) % S] - 1] == (m) + 1)
-#else
-#define CHUNK_HAS(m) true
-#endif
+#define SLOT_HAS(m) (written[(m) % S] && hseq[(m) % S] == (m))                   /* -NO_SEQ_CHECK */
+/* +NO_SEQ_CHECK: #define SLOT_HAS(m) (written[(m) % S]) */
+#define CHUNK_HAS(m) (hchunk[(m) % S] == 0 || stamp[hchunk[(m) % S] - 1] == (m) + 1) /* -NO_STAMP_CHECK */
+/* +NO_STAMP_CHECK: #define CHUNK_HAS(m) true */
 
-#ifndef NO_LEAVING
-#define MAY_HAVE_1 (place[1] == VACANT)
-#else
-#define MAY_HAVE_1 (place[1] == VACANT || place[1] == ASKED)
-#endif
+#define MAY_HAVE_1 (place[1] == VACANT)                                          /* -NO_LEAVING */
+/* +NO_LEAVING: #define MAY_HAVE_1 (place[1] == VACANT || place[1] == ASKED) */
 
 inline count_places() {
     if
@@ -180,17 +171,15 @@ inline publish() {
         claimed = 0;
         check_chunks()
     };
-/* +ANNOUNCE_FIRST:     atomic { written[at] = 1; published++ }; */
-#ifndef NO_CLEAR
-    if
-    :: places > 0 -> flag[2 * at] = unread[0]
-    :: else
-    fi;
-    if
-    :: places > 1 -> flag[2 * at + 1] = unread[1]
-    :: else
-    fi;
-#endif
+    /* +ANNOUNCE_FIRST: atomic { written[at] = 1; published++ }; */
+    if                                                                           /* -NO_CLEAR */
+    :: places > 0 -> flag[2 * at] = unread[0]                                    /* -NO_CLEAR */
+    :: else                                                                      /* -NO_CLEAR */
+    fi;                                                                          /* -NO_CLEAR */
+    if                                                                           /* -NO_CLEAR */
+    :: places > 1 -> flag[2 * at + 1] = unread[1]                                /* -NO_CLEAR */
+    :: else                                                                      /* -NO_CLEAR */
+    fi;                                                                          /* -NO_CLEAR */
     atomic { written[at] = 1; published++ };                                     /* -ANNOUNCE_FIRST */
     d_step { seq++; at = (at + 1 == S -> 0 : at + 1) }
 }
@@ -234,7 +223,7 @@ active proctype writer() {
         }
     :: claimed != 0 ->                                                     /* FILL, PUBLISH */
         d_step { i = (claimed == 2 -> S + free[n_free - 1] : at); m = seq };
-/* +PUBLISH_FIRST:         publish(); */
+        /* +PUBLISH_FIRST: publish(); */
         head[i] = m;
         tail[i] = m;
         publish();                                                               /* -PUBLISH_FIRST */
@@ -291,11 +280,8 @@ active proctype writer() {
     :: hold == 1 && (place[0] == DEAD || (place[1] == DEAD && !leaving)) -> /* RESUME */
         d_step {
             i = (place[0] == DEAD -> 0 : 1);
-#ifndef NO_CATCH_UP
-            m = (seq > S && count[i] < seq - S -> seq - S : count[i]);
-#else
-            m = count[i];
-#endif
+            m = (seq > S && count[i] < seq - S -> seq - S : count[i]);           /* -NO_CATCH_UP */
+            /* +NO_CATCH_UP: m = count[i]; */
             first = m;
             do
             :: m > 0 && m + S > seq && !flag[2 * ((m - 1) % S) + i] -> m--;
@@ -350,17 +336,14 @@ looking:
         :: written[i] == 1 -> goto copy
         :: written[i] == 0 -> (written[i] == 1 || flag[2 * i + r] == 1 || gone)
         fi;
-#ifndef NO_LAST_LOOK
-        if
-        :: gone && written[i] == 0 -> assert(kept > 0 || next == published); goto over
-        :: else
-        fi
-#else
-        if
-        :: gone -> assert(kept > 0 || next == published); goto over
-        :: else
-        fi
-#endif
+        if                                                                       /* -NO_LAST_LOOK */
+        :: gone && written[i] == 0 -> assert(kept > 0 || next == published); goto over /* -NO_LAST_LOOK */
+        :: else                                                                  /* -NO_LAST_LOOK */
+        fi                                                                       /* -NO_LAST_LOOK */
+        /* +NO_LAST_LOOK: if */
+        /* +NO_LAST_LOOK: :: gone -> assert(kept > 0 || next == published); goto over */
+        /* +NO_LAST_LOOK: :: else */
+        /* +NO_LAST_LOOK: fi */
 #else
     :: written[i] == 1 && kept < 1 + (LEASES > 0) ->
         if

@@ -154,12 +154,11 @@ class TestProcesses:
             assert manager.closes == (behaviour is LOADING)
 
     async def test_the_least_of_managers(self, path: str) -> None:
-        """Only what vLLM's own manager has: descriptors, exit codes, and a close that blocks."""
+        """Only processes, and a close that blocks, as vLLM's own manager has."""
 
         class Manager:
             def __init__(self, fake: FakeManager) -> None:
-                self.sentinels = fake.sentinels
-                self.finished_procs = fake.finished_procs
+                self.processes = fake.processes
                 self.closed = False
 
             def close(self) -> None:
@@ -167,7 +166,7 @@ class TestProcesses:
 
         async with managed(path, ("before HELLO", "exit 3")) as fake:
             manager = Manager(fake)
-            with pytest.raises(EngineStartupError, match=r"EngineCore_0 \(before HELLO\) exited with code 3"):
+            with pytest.raises(EngineStartupError, match=r"EngineCore_0 \(pid \d+, before HELLO\) exited with code 3"):
                 await ready(path, 1, manager)
             assert manager.closed
 
@@ -223,7 +222,7 @@ class TestProcesses:
                 nonlocal closed
                 closed = True
 
-            manager: Any = SimpleNamespace(sentinels=list, finished_procs=dict, aclose=aclose)
+            manager: Any = SimpleNamespace(processes=[], aclose=aclose)
             core = CoreEngine(0)
             async with tasks(engine(path, 0)):
                 waiting = asyncio.create_task(ready(path, [core], manager))
