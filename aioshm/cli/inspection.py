@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.text import Text
 
 from aioshm.cli import tables
 from aioshm.cli.app import UNUSABLE, CommandFailed, print_json, run_interruptibly
@@ -53,12 +52,12 @@ def ls(as_json: AsJson = False, interval: Interval = 0.2) -> None:
             return
         console = tables.console()
         if found:
-            console.print(tables.queues_rows(found))
+            console.print(tables.queues_table(found))
         else:
             console.print(tables.NO_QUEUE)
         if processes:
             console.print()
-            console.print(tables.processes_rows(processes), crop=False)
+            console.print(tables.processes_table(processes), crop=False)
         if watch.skipped:
             console.print(f"processes of other users not looked at: {watch.skipped}", style="dim")
 
@@ -74,7 +73,7 @@ def inspect(queue: Queue, as_json: AsJson = False, interval: Interval = 0.2) -> 
         for name, text in tables.facts_of(one).items():
             tables.print_folded(console, f"{name:<11}{text}", bold=name)
         console.print()
-        console.print(tables.ends_rows([one], named=False))
+        console.print(tables.ends_table([one], named=False))
 
 
 def who(
@@ -155,7 +154,7 @@ def dump(
         if not messages:
             console.print(f"{one.label}: no message was published yet")
             return
-        console.print(_messages_rows(messages, bodies))
+        console.print(_messages_table(messages, bodies))
 
 
 def _look_twice(watch: Watch, interval: float) -> tuple[QueueSnapshot, ...]:
@@ -330,23 +329,20 @@ def _progress(process: StartedProcess) -> str:
 # dump
 
 
-def _messages_rows(messages: list[MessageHeader], bodies: bool) -> tables.Rows:
-    names = ("message", "kind", "codec", "size", "buffers", "where", "age", "unread by")
-    rows: list[list[str | Text]] = []
-    for message in messages:
-        row: list[str | Text] = [
-            f"{message.seq}",
-            message.kind,
-            message.codec or tables.NONE,
-            tables.size(message.bytes),
-            f"{message.buffers}",
-            message.where,
-            tables.duration(message.age_s),
-            ", ".join(map(str, message.unread_by)) or tables.NONE,
-        ]
-        rows.append(row + [_preview(message)] * bodies)
-    left = {"kind", "codec", "where", "unread by", "begins with"}
-    return tables.Rows(names + ("begins with",) * bodies, left, rows, [""] * len(rows), tail=True)
+def _messages_table(messages: list[MessageHeader], bodies: bool) -> tables.Table[MessageHeader]:
+    columns: list[tables.Column[MessageHeader]] = [
+        tables.Column("message", lambda message: str(message.seq)),
+        tables.Column("kind", lambda message: message.kind, left=True),
+        tables.Column("codec", lambda message: message.codec or tables.NONE, left=True),
+        tables.Column("size", lambda message: tables.size(message.bytes)),
+        tables.Column("buffers", lambda message: str(message.buffers)),
+        tables.Column("where", lambda message: message.where, left=True),
+        tables.Column("age", lambda message: tables.duration(message.age_s)),
+        tables.Column("unread by", lambda message: ", ".join(map(str, message.unread_by)) or tables.NONE, left=True),
+    ]
+    if bodies:
+        columns.append(tables.Column("begins with", _preview, left=True))
+    return tables.Table(columns, messages, tail=True)
 
 
 def _preview(message: MessageHeader) -> str:

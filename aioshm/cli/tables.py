@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from textwrap import wrap
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
@@ -13,6 +14,8 @@ from aioshm.observe.processes import StartedProcess
 from aioshm.observe.snapshot import End, QueueSnapshot
 from aioshm.observe.suspects import LONG_LAG
 from aioshm.process.proc import HUNG_STATES
+
+T = TypeVar("T")
 
 BAD = "bold red"
 POOR = "yellow"
@@ -27,23 +30,33 @@ _SHORTEST_PATH: Final = 20
 """Paths of fewer characters are whole on the narrowest console."""
 
 
-class Rows(NamedTuple):
+class Column(NamedTuple, Generic[T]):
+    """A column of a table: its name, and the cell of an item."""
+
+    name: str
+    cell: Callable[[T], str | Text]
+    left: bool = False  # whether the cells are justified to the left
+
+
+@dataclass(frozen=True)
+class Table(Generic[T]):
     """A table whose lines fit the console, where no name is cut.
 
     If the table is too wide, the cells of the first column (if ``head``) have lines of their own above their rows, or,
     where that is not enough, those of the last column (if ``tail``) lines below, or both.
     """
 
-    names: tuple[str, ...]
-    left: Collection[str]  # the columns that are justified to the left
-    rows: list[list[str | Text]]
-    styles: list[str]
+    columns: Sequence[Column[T]]
+    items: Sequence[T]
+    style: Callable[[T], str] = lambda _: ""
     head: bool = False
     tail: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """Draw the table; rich's own tables wrap cells, and take ten times as long."""
-        cells = [[Text.assemble(cell) for cell in row] for row in [self.names, *self.rows]]
+        cells = [[Text(column.name) for column in self.columns]]
+        cells += [[Text.assemble(column.cell(item)) for column in self.columns] for item in self.items]
+        styles = ["bold", *map(self.style, self.items)]
         widths = [max(cell.cell_len for cell in column) for column in zip(*cells, strict=True)]
         first = 0
         last = len(widths)
@@ -55,21 +68,21 @@ class Rows(NamedTuple):
             first = 1
         shown = slice(first, last)
         above = ""
-        for number, (row, style) in enumerate(zip(cells, ["bold", *self.styles], strict=True)):
+        for number, (row, style) in enumerate(zip(cells, styles, strict=True)):
             if first and number and row[0].plain != above:
                 above = row[0].plain
                 yield _uncut(Text(folded(above, options.max_width, "", _INDENT)))
-            yield self._line(row[shown], widths[shown], self.names[shown], style)
+            yield self._line(row[shown], widths[shown], self.columns[shown], style)
             if not number:
                 yield _uncut(Text("\u2500" * _total(widths[shown])))
             elif last < len(row):
                 yield _uncut(Text(folded(row[-1].plain, options.max_width, _INDENT, _INDENT), style=style or "dim"))
 
-    def _line(self, row: list[Text], widths: list[int], names: Iterable[str], style: str) -> Text:
+    def _line(self, row: list[Text], widths: list[int], columns: Sequence[Column[T]], style: str) -> Text:
         padded = []
-        for name, cell, width in zip(names, row, widths, strict=True):
+        for column, cell, width in zip(columns, row, widths, strict=True):
             space = Text(" " * (width - cell.cell_len))
-            if name in self.left:
+            if column.left:
                 padded.append(cell + space)
             else:
                 padded.append(space + cell)
@@ -127,57 +140,45 @@ def print_folded(console: Console, text: str, indent: str = "", *, bold: str = "
     console.print(shown, soft_wrap=True)
 
 
-def queues_rows(queues: Iterable[QueueSnapshot]) -> Rows:
+def queues_table(queues: Sequence[QueueSnapshot]) -> Table[QueueSnapshot]:
     """Return the table of queues."""
-    names = ("queue", "readers", "backlog", "rate", "writer", "bytes/s", "age", "memory")
-    rows: list[list[str | Text]] = []
-    for queue in queues:
-        readers = str(sum(end.membership == "attached" for end in queue.readers))
-        if queue.header.writer.remote_readers:
-            readers += f" + {queue.header.writer.remote_readers} remote"
-        rows.append(
-            [
-                Text(queue.label),
-                readers,
-                lag(queue.writer, queue),
-                rate(queue.writer.messages_per_s),
-                process(queue.writer),
-                size(queue.bytes_per_s),
-                duration(queue.header.writer.age_s),
-                size(queue.memory_bytes + queue.overflow_bytes),
-            ]
-        )
-    return Rows(names, {"queue"}, rows, [""] * len(rows), head=True)
+    columns: tuple[Column[QueueSnapshot], ...] = (
+        Column("queue", lambda queue: queue.label, left=True),
+        Column("readers", _readers),
+        Column("backlog", lambda queue: lag(queue.writer, queue)),
+        Column("rate", lambda queue: rate(queue.writer.messages_per_s)),
+        Column("writer", lambda queue: process(queue.writer)),
+        Column("bytes/s", lambda queue: size(queue.bytes_per_s)),
+        Column("age", lambda queue: duration(queue.header.writer.age_s)),
+        Column("memory", lambda queue: size(queue.memory_bytes + queue.overflow_bytes)),
+    )
+    return Table(columns, queues, head=True)
 
 
-def ends_rows(queues: Iterable[QueueSnapshot], *, named: bool) -> Rows:
+def _readers(queue: QueueSnapshot) -> str:
+    text = str(sum(end.membership == "attached" for end in queue.readers))
+    if queue.header.writer.remote_readers:
+        text += f" + {queue.header.writer.remote_readers} remote"
+    return text
+
+
+def ends_table(queues: Iterable[QueueSnapshot], *, named: bool) -> Table[tuple[QueueSnapshot, End]]:
     """Return the table of ends; ``named``: with the names of their queues."""
-    names = ("queue",) * named + ("end", "pid", "state", "lag", "rate", "messages", "p50", "p99", "CPU", "command")
-    rows: list[list[str | Text]] = []
-    styles = []
-    for queue in queues:
-        for end in queue.ends:
-            rows.append([*([Text(queue.label)] * named), *_end_row(queue, end)])
-            styles.append(_style(end))
-    return Rows(names, {"queue", "end", "state", "command"}, rows, styles, head=named, tail=True)
-
-
-def _end_row(queue: QueueSnapshot, end: End) -> list[str | Text]:
-    name = "writer"
-    if end.side == "reader":
-        name = f"reader {end.rank}"
-    return [
-        name,
-        str(end.pid or NONE),
-        state(end),
-        lag(end, queue),
-        rate(end.messages_per_s),
-        count(end.messages),
-        duration(end.latency_p50_s),
-        duration(end.latency_p99_s),
-        share(end.cpu_share),
-        Text(end.command),
-    ]
+    columns: tuple[Column[tuple[QueueSnapshot, End]], ...] = (
+        Column("queue", lambda row: row[0].label, left=True),
+        Column("end", lambda row: f"{row[1].side} {row[1].rank}".removesuffix(" -1"), left=True),
+        Column("pid", lambda row: str(row[1].pid or NONE)),
+        Column("state", lambda row: state(row[1]), left=True),
+        Column("lag", lambda row: lag(row[1], row[0])),
+        Column("rate", lambda row: rate(row[1].messages_per_s)),
+        Column("messages", lambda row: count(row[1].messages)),
+        Column("p50", lambda row: duration(row[1].latency_p50_s)),
+        Column("p99", lambda row: duration(row[1].latency_p99_s)),
+        Column("CPU", lambda row: share(row[1].cpu_share)),
+        Column("command", lambda row: row[1].command, left=True),
+    )
+    rows = [(queue, end) for queue in queues for end in queue.ends]
+    return Table(columns[not named :], rows, lambda row: _style(row[1]), head=named, tail=True)
 
 
 def state(end: End) -> Text:
@@ -221,25 +222,18 @@ def lag(end: End, queue: QueueSnapshot) -> Text:
     return Text(count(end.lag), style=style)
 
 
-def processes_rows(processes: Iterable[StartedProcess]) -> Rows:
+def processes_table(processes: Sequence[StartedProcess]) -> Table[StartedProcess]:
     """Return the table of the processes that aioshm has started."""
-    names = ("started by", "process", "pid", "state", "requests", "steps/s", "name")
-    rows: list[list[str | Text]] = []
-    styles = []
-    for each in processes:
-        rows.append(
-            [
-                Text(started_by(each)),
-                f"{each.kind} {each.rank}".removesuffix(" -1"),
-                str(each.pid),
-                progress(each),
-                count(each.requests),
-                rate(each.steps_per_s).removesuffix("/s"),
-                Text(each.name),
-            ]
-        )
-        styles.append(BAD * (not each.makes_progress))
-    return Rows(names, {"started by", "process", "state", "name"}, rows, styles, head=True, tail=True)
+    columns: tuple[Column[StartedProcess], ...] = (
+        Column("started by", started_by, left=True),
+        Column("process", lambda each: f"{each.kind} {each.rank}".removesuffix(" -1"), left=True),
+        Column("pid", lambda each: str(each.pid)),
+        Column("state", progress, left=True),
+        Column("requests", lambda each: count(each.requests)),
+        Column("steps/s", lambda each: rate(each.steps_per_s).removesuffix("/s")),
+        Column("name", lambda each: each.name, left=True),
+    )
+    return Table(columns, processes, lambda each: BAD * (not each.makes_progress), head=True, tail=True)
 
 
 def started_by(process: StartedProcess) -> str:

@@ -150,13 +150,13 @@ def page(queues: Sequence[QueueSnapshot], started: Sequence[StartedProcess], ski
     """Return the tables of queues, of engines and workers, and of ends."""
     note = f"queues: {len(queues)}; engines and workers: {len(started)}; "
     note += f"processes of other users not looked at: {skipped}"
-    parts: list[Text | tables.Rows] = [Text(tables.NO_QUEUE)]
+    parts: list[Text | tables.Table[Any]] = [Text(tables.NO_QUEUE)]
     if queues:
-        parts = [Text(), tables.queues_rows(queues)]
+        parts = [Text(), tables.queues_table(queues)]
     if started:
-        parts += [Text(), tables.processes_rows(started)]
+        parts += [Text(), tables.processes_table(started)]
     if queues:
-        parts += [Text(), tables.ends_rows(queues, named=True)]
+        parts += [Text(), tables.ends_table(queues, named=True)]
     return Group(*parts, Text(), Text(note, style="dim"))
 
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from rich.text import Text
 from aioshm import MessageQueue
 from aioshm.cli import tables
 from aioshm.cli.app import run
-from aioshm.cli.tables import Rows
+from aioshm.cli.tables import Column, Table
 from aioshm.cli.top import KEYS, ordered
 from aioshm.process import proc
 
@@ -315,7 +316,8 @@ class TestWidth:
             ["other", "writer", Text("ok"), "0", "python-with-a-very-long-name"],
         ]
         names = ("queue", "end", "state", "lag", "command")
-        rows = Rows(names, {"queue", "end", "state", "command"}, ends, ["", "dim", ""], head=True, tail=True)
+        columns = [Column(name, itemgetter(number), name != "lag") for number, name in enumerate(names)]
+        rows = Table(columns, ends, lambda row: "dim" * (row[1] == "reader 0"), head=True, tail=True)
 
         def drawn(width: int) -> list[str]:
             console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="standard")
