@@ -301,7 +301,7 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
     @property
     def engine(self) -> int:
         """The rank of the engine that has the request."""
-        return self._inbox.engine
+        return self._inbox.rank
 
     def __repr__(self) -> str:
         return f"<blocking OutputStream of request {self.request_id!r} at engine {self.engine}>"

@@ -1,7 +1,7 @@
 """Engines in lockstep or not, that die, hang, and are started again; requests, waves, handshakes, crash loops.
 
 Real: `EngineRestarts` (the supervisor's decisions) with `RestartHistory`, `EngineStartupCoordinator` with both ends of
-the handshake, `Waves`, `Lockstep`, `LoadBalancer` and `Pending`, `EnvelopeDecoder`. Made up: processes, sockets, and
+the handshake, `Waves`, `Lockstep`, `Engines` and `Pending`, `EnvelopeDecoder`. Made up: processes, sockets, and
 the shells of client, engine and coordinator around these.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from aioshm.engine.client.engines import LoadBalancer
+from aioshm.engine.client.engines import Engines
 from aioshm.engine.client.requests import Inbox, Pending
 from aioshm.engine.protocol.addresses import CoreEngine, CoreEngineState, EngineZmqAddresses
 from aioshm.engine.protocol.handshake import EngineHandshake
@@ -229,9 +229,9 @@ class Cluster:
         self.startup = EngineStartupCoordinator("ipc://none", [CoreEngine(rank) for rank in range(count)], addresses)
         self.handshake = self.startup.handshake
         self.manager = Manager(self)
-        self.balance = LoadBalancer(range(count))
         self.ranks = list(range(count))
-        self.pending = Pending(EnvelopeDecoder(), self.balance)
+        self.engines = Engines(self.ranks)
+        self.pending = Pending(self.engines, EnvelopeDecoder())
         self.down: set[int] = set()
         self.outcomes: dict[str, str] = {}
         self.failure: EngineDead | None = None
@@ -267,7 +267,7 @@ class Cluster:
         engine = self.manager.table[rank]
         self.world.check(self.handshake.engines[rank].state is CoreEngineState.READY, f"engine {rank} is not ready")
         self.down.discard(rank)
-        self.balance.take_in(rank)
+        self.engines[rank].registration = {}
         if hasattr(self, "supervisor"):
             self.supervisor.ready(rank)
         if engine.exitcode is not None:  # what it said was on its way when it died
@@ -303,17 +303,16 @@ class Cluster:
 
     def _give_up(self, error: EngineDead) -> None:
         self.failure = error
-        self.pending.fail(lambda: error)
+        self.pending.fail(error)
 
     def engine_died(self, engine: Engine) -> None:
         """Let the client notice it."""
         if self.manager.table.get(engine.rank) is not engine:
             return
         self.down.add(engine.rank)
-        self.balance.leave_out(engine.rank)
+        self.engines[engine.rank].registration = None
         self.waves.forget(engine.rank, self.world.now)
-        for inbox in self.pending.of_engine(engine.rank):
-            self.pending.finish(inbox.request_id, lambda: EngineDead("dead", engine=engine.rank))
+        self.pending.fail(EngineDead("dead", engine=engine.rank), self.engines[engine.rank])
         if self.lockstep:  # the coordinator starts anew with them
             self.waves = Waves(len(self.ranks), lockstep=True)
             for rank in self.ranks:
@@ -323,14 +322,14 @@ class Cluster:
 
     def send(self, request_id: str) -> None:
         """Send a request to an engine."""
-        choices = [rank for rank in self.balance.choices if rank not in self.down]
-        self.world.check(choices == self.balance.choices, "a dead engine gets requests")
-        if not choices or self.failure is not None:
+        serving = {each.rank for each in self.engines if each.serves}
+        self.world.check(not serving & self.down, "a dead engine gets requests")
+        if not serving or self.failure is not None:
             return
-        rank = self.balance.choose()
-        generation, _ = self.pending.new_generation(rank, [])
-        self.streams[request_id] = self.pending.add(Inbox(request_id), rank, generation)
-        engine, wave = self.manager.table[rank], self.waves.wave
+        chosen = self.engines.choose()
+        generation, _ = self.pending.new_generation(chosen, [])
+        self.streams[request_id] = self.pending.add(Inbox(request_id), chosen, generation)
+        engine, wave = self.manager.table[chosen.rank], self.waves.wave
         engine._later(lambda: engine.process.does(lambda: engine.add(request_id, wave)))
 
     def from_engine(self, engine: Engine, frames: list[bytes]) -> None:
@@ -387,7 +386,7 @@ class Cluster:
         if self.waves.due() <= self.world.now:
             counts = self.waves.publish(self.world.now).counts
             self.world.check(counts is not None and len(counts) == len(self.ranks), "counts of other engines")
-            self.balance.update(counts or [])
+            self.engines.update(counts or [])
 
 
 async def run(world: World) -> dict[str, int]:
@@ -427,10 +426,10 @@ async def run(world: World) -> dict[str, int]:
             world.check(len(finals) == 1 and inbox.ended, f"{request_id} is answered {len(finals)} times")
         else:
             world.check(not finals, f"{request_id} is answered, and failed")
-            world.check(str(inbox.error()), f"{request_id} fails without a word")
+            world.check(str(inbox.error), f"{request_id} fails without a word")
         world.check(all(output[0] == request_id for output in inbox.outputs), f"{request_id} gets another's output")
-    in_flight = cluster.balance.in_flight
-    world.check(not any(in_flight.values()), f"{in_flight} are in flight")
+    in_flight = [each.in_flight for each in cluster.engines]
+    world.check(not any(in_flight), f"{in_flight} are in flight")
     for rank, life in cluster.supervisor.lives.items():
         if cluster.failure is None:
             known = cluster.handshake.engines[rank].state
@@ -443,13 +442,11 @@ async def run(world: World) -> dict[str, int]:
 
 def _check(cluster: Cluster) -> None:
     world = cluster.world
-    world.check(all(count >= 0 for count in cluster.balance.in_flight.values()), "less than no requests are in flight")
+    counted = {each.rank: each.in_flight for each in cluster.engines}
     in_flight = dict.fromkeys(cluster.ranks, 0)
     for inbox in cluster.pending.inboxes.values():
-        in_flight[inbox.engine] += 1
-    world.check(
-        in_flight == cluster.balance.in_flight, f"{cluster.balance.in_flight} are counted, {in_flight} in flight"
-    )
+        in_flight[inbox.rank] += 1
+    world.check(in_flight == counted, f"{counted} are counted, {in_flight} in flight")
     if cluster.failure is not None:
         world.check("crash loop" in str(cluster.failure), f"given up, and not for a crash loop: {cluster.failure}")
         world.check(not cluster.pending.inboxes, "given up, and a request waits")

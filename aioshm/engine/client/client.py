@@ -15,7 +15,7 @@ from aioshm.closing import AsyncClosing
 from aioshm.config import Options
 from aioshm.engine.client.heartbeats import OnLate
 from aioshm.engine.client.link import EngineLink
-from aioshm.engine.client.requests import UNSENT, Inbox, OutputStream, PendingCall
+from aioshm.engine.client.requests import Inbox, OutputStream, PendingCall
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
 from aioshm.engine.protocol.control import PauseMode, PauseOrder, check_mode
 from aioshm.engine.protocol.messages import EngineCoreRequestType, request_id_of
@@ -136,17 +136,17 @@ class EngineClient(AsyncClosing):
     @property
     def ranks(self) -> list[int]:
         """The ranks of the engines."""
-        return self._link.engines.ranks.copy()
+        return self._link.engines.ranks
 
     @property
     def ready(self) -> Mapping[int, dict[str, Any]]:
         """The registration of each engine, by rank."""
-        return self._link.engines.ready
+        return {each.rank: each.registration for each in self._link.engines if each.registration is not None}
 
     @property
     def deaths(self) -> Mapping[int, EngineDead]:
         """The deaths of engines that are not back, by rank; empty unless ``on_engine_death="continue"``."""
-        return self._link.engines.deaths
+        return {each.rank: each.death for each in self._link.engines if each.death is not None}
 
     @property
     def late_outputs(self) -> int:
@@ -177,7 +177,7 @@ class EngineClient(AsyncClosing):
         pending = link.pending
         return EngineClientStats(
             index=link.index,
-            engines=len(link.engines.ranks),
+            engines=len(link.engines),
             missing=len(link.engines.missing),
             requests=pending.requests,
             failed=pending.failed,
@@ -185,7 +185,7 @@ class EngineClient(AsyncClosing):
             paused=self.paused,
             late_outputs=pending.late_outputs,
             deaths=link.engines.died,
-            stalled=len(link.engines.stalled),
+            stalled=sum(bool(engine.stall) for engine in link.engines),
         )
 
     def leave_deaths_to_supervisor(self) -> None:
@@ -241,8 +241,8 @@ class EngineClient(AsyncClosing):
             missing = ", ".join(map(str, link.engines.missing))
             texts = [
                 f"engines {missing} have not registered after {timeout} s",
-                *map(str, link.engines.deaths.values()),
-                *link.engines.stalled.values(),
+                *map(str, self.deaths.values()),
+                *[engine.stall for engine in link.engines if engine.stall],
             ]
             raise TimeoutError("; ".join(texts)) from None
         link.check_open()
@@ -302,14 +302,17 @@ class EngineClient(AsyncClosing):
         self._link.check_own()
         if timeout is not None:
             check_seconds("timeout", timeout)
-        if len(link.engines.ranks) == 1 or rank != link.engines.ranks[-1]:
-            raise ValueError(f"rank must be the last one of several engines, {link.engines.ranks}, not {rank!r}")
+        ranks = link.engines.ranks
+        if len(ranks) == 1 or rank != ranks[-1]:
+            raise ValueError(f"rank must be the last one of several engines, {ranks}, not {rank!r}")
+        engine = link.engines[rank]
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await link.engines.drain(rank)
+                await link.drain(engine)
         link.check_open()
-        link.remove_last()
-        link.report_scale()
+        if link.engines.get(rank) is engine:
+            link.remove_last()
+            link.report_scale()
 
     async def aclose(self) -> None:
         """Abort all requests, and close the sockets.
@@ -363,14 +366,15 @@ class EngineClient(AsyncClosing):
         former = link.pending.inboxes.get(request_id)
         if former is not None and not former.interrupted:
             raise ValueError(f"request_id {request_id!r} is that of another request in flight")
-        rank = link.engines.choose(engine)
+        chosen = link.engines.choose(engine)
         self._stamp(request)
         frames = self._encode(request)
         if former is not None:
             link.leave(former)
+        inbox = Inbox(request_id, wanted=engine)
         if link.pause.order.mode:  # the caller may change the arrays before the request is sent
-            return link.pending.wait(request_id, engine, [bytes(frame) for frame in frames])
-        return link.send_request(Inbox(request_id), engine, rank, frames)
+            return link.pending.wait(inbox, [bytes(frame) for frame in frames])
+        return link.send_request(inbox, chosen, frames)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """Abort requests: their streams raise `RequestAborted` after the received outputs.
@@ -385,11 +389,11 @@ class EngineClient(AsyncClosing):
         link.check_ready()
         if isinstance(request_ids, str):
             request_ids = [request_ids]
-        for rank, ids in link.pending.by_engine(request_ids).items():
+        for engine, ids in link.pending.by_engine(request_ids).items():
             for request_id in ids:
                 link.pending.abort(request_id)
-            if rank != UNSENT:
-                link.send(rank, _ABORT, [_encode_plain(ids)])
+            if engine is not None:
+                link.send(engine, _ABORT, [_encode_plain(ids)])
 
     async def call(self, method: str, *args: Any, engine: int | None = None) -> Any:
         """Call a method of the engine.
@@ -413,12 +417,12 @@ class EngineClient(AsyncClosing):
         """
         link = self._link
         link.check_ready()
-        ranks = link.engines.in_service() if engine is None else [link.engines.choose(engine)]
+        engines = link.engines.in_service() if engine is None else [link.engines.choose(engine)]
         calls: list[PendingCall] = []
         try:
-            for rank in ranks:
-                calls.append(link.pending.call(method, rank))
-                link.send(rank, _UTILITY, self._encode((link.index, calls[-1].call_id, method, args)))
+            for each in engines:
+                calls.append(link.pending.call(method, each))
+                link.send(each, _UTILITY, self._encode((link.index, calls[-1].call_id, method, args)))
             results = await asyncio.gather(*(call.answer for call in calls))
         finally:
             link.pending.forget(calls)

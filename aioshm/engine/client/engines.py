@@ -1,19 +1,24 @@
-"""The engines of a client: registered, serving, leaving or dead; and the engine for the next request. No I/O."""
+"""The engines of a client, one record each, and the engine for the next request. No I/O."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from aioshm.engine.client.requests import Inbox, Pending
 from aioshm.engine.protocol.addresses import identity
-from aioshm.engine.protocol.messages import EngineCoreRequestType, EnvelopeDecoder, decode_single
-from aioshm.engine.protocol.payloads import Frame
-from aioshm.errors import EngineDead
+from aioshm.engine.protocol.messages import decode_single
+from aioshm.errors import AioshmError, CallFailed, EngineDead
 from aioshm.process.restart import Health
+
+if TYPE_CHECKING:
+    from aioshm.engine.client.heartbeats import Pulse
+    from aioshm.engine.client.requests import PendingCall
 
 MAX_REGISTRATION_BYTES = 1 << 20
 
@@ -24,15 +29,77 @@ PRESSURE_FROM = 0.5
 PRESSURE_WEIGHT = 6.0
 """How fast their weight grows from 1 there, to `WAITING_WEIGHT` at a full cache: below, a queue is a short burst."""
 
+E = TypeVar("E", bound=AioshmError)
+
 _USAGE_STEPS = 10
-_ADD = EngineCoreRequestType.ADD.value
 _map: msgspec.msgpack.Decoder[dict[str, Any]] = msgspec.msgpack.Decoder(dict[str, Any])
 
-Send = Callable[[int, bytes, list[Frame]], None]
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """Everything that a client knows about one engine.
+
+    An engine gets requests from its registration on, until it is leaving, or its connection has ended. Then its death
+    is settled, and a later engine of its rank registers with the same record.
+    """
+
+    rank: int
+    name: bytes  # the ZeroMQ identity
+    # The process that has registered
+    registration: dict[str, Any] | None = None  # the fields; None: not registered, or dead
+    connection: int | None = None
+    sender: str = ""  # describes the connection, such as ``pid 12``
+    incarnation: int | None = None  # by its keys
+    marks: bool = False  # it has sent generations
+    # Stalls
+    stall: str = ""  # how it makes no progress, for people
+    pulse: Pulse | None = None  # of an engine that sends heartbeats
+    # The end
+    leaving: bool = False
+    timer: asyncio.TimerHandle | None = None  # runs from the first report of a death until the death is settled
+    said_dead: bool = False
+    death: EngineDead | None = None  # until it is back, while others continue
+    exit_is_due: bool = False  # the death was reported before the exit of the process
+    # The pause
+    order: PendingCall | None = None  # the newest order, without an answer yet
+    refusal: CallFailed | None = None
+    # The load
+    in_flight: int = 0  # requests of this client
+    turn: int = 0  # grows with each request: among equals, the engine that is idle for longest is chosen
+    load: float = 0.0  # as published, plus the requests of this client since then
+    usage: int = 0  # of the KV cache, as published, in tenths
+    weight: float = 1.0  # of a request that is sent now
+
+    @property
+    def serves(self) -> bool:
+        """Whether it gets requests."""
+        return self.registration is not None and not self.leaving and self.timer is None
+
+    @property
+    def of_vllm(self) -> bool:
+        """Whether it is an engine of vLLM, which gets no generations."""
+        return self.registration is not None and "vllm_version" in self.registration
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of an engine on this host."""
+        return int(self.sender.removeprefix("pid ")) if self.sender.startswith("pid ") else None
+
+    def register(self, fields: dict[str, Any], connection: int, sender: str, incarnation: int | None) -> None:
+        """Begin to serve with a process that has registered, and makes progress so far."""
+        self.registration = fields
+        self.connection = connection
+        self.sender = sender
+        self.incarnation = incarnation
+        self.marks = False
+        self.stall = ""
+        self.said_dead = False
+        self.death = None
+        self.exit_is_due = False
 
 
-class LoadBalancer:
-    """Chooses the least busy engine for each request, in turn among equals.
+class Engines:
+    """The table of engines; chooses the least busy engine for each request, in turn among equals.
 
     The load of an engine is the coordinator's publication, which is 100 ms old, plus the requests of this client since
     then. It is at least the number of this client's requests in flight. Among engines of equal load, the engine with
@@ -40,159 +107,125 @@ class LoadBalancer:
     the next publication.
     """
 
-    def __init__(self, ranks: Iterable[int], first: int = 0, n_clients: int = 1) -> None:
-        self.in_flight: dict[int, int] = dict.fromkeys(ranks, 0)  # requests of this client, by rank
-        ordered = list(self.in_flight)
-        start = first % len(ordered)
-        self.choices: list[int] = ordered[start:] + ordered[:start]  # engines that get requests, longest idle first
-        self.stalled: dict[int, str] = {}  # passed over while there are others: how each makes no progress, by rank
-        self._n_clients = n_clients
-        self._published: dict[int, float] = {}  # loads by rank; empty: unknown
-        self._usage: dict[int, int] = {}  # usage of KV caches by rank, in tenths
-        self._weights: dict[int, float] = {}  # of a request sent now, by rank
-
-    def choose(self, among: Sequence[int] | None = None) -> int:
-        """Return the rank of the engine for the next request; call `sent` afterwards."""
-        choices = among or self.choices
-        if self.stalled:
-            choices = [rank for rank in choices if rank not in self.stalled] or choices
-        in_flight = self.in_flight
-        published = self._published
-        if not published:
-            return min(choices, key=in_flight.__getitem__)
-        usage = self._usage
-        n_clients = self._n_clients
-        return min(choices, key=lambda rank: (max(published[rank], n_clients * in_flight[rank]), usage[rank]))
-
-    def sent(self, rank: int) -> None:
-        self.in_flight[rank] += 1
-        if self._published:
-            self._published[rank] += self._n_clients * self._weights[rank]
-        if rank in self.choices:
-            self.choices.remove(rank)
-            self.choices.append(rank)
-
-    def done(self, rank: int) -> None:
-        self.in_flight[rank] -= 1
-
-    def leave_out(self, rank: int) -> None:
-        """Stop choosing an engine. Idempotent."""
-        if rank in self.choices:
-            self.choices.remove(rank)
-
-    def take_in(self, rank: int) -> None:
-        """Choose an engine from now on. Idempotent."""
-        if rank not in self.choices:
-            self.choices.append(rank)
-
-    def add(self, rank: int) -> None:
-        """Add an engine, which `take_in` admits; published loads are void until the next publication."""
-        self.in_flight[rank] = 0
-        self._published = {}
-
-    def remove(self, rank: int) -> None:
-        self.leave_out(rank)
-        self.stalled.pop(rank, None)
-        del self.in_flight[rank]
-
-    def update(self, counts: Sequence[Sequence[float]]) -> None:
-        """Apply a publication: for each rank the waiting and running requests, and the usage of the KV cache.
-
-        Older releases of vLLM publish no usage, and no publication has an engine that was just added.
-        """
-        loads: dict[int, float] = {}
-        usages: dict[int, int] = {}
-        weights: dict[int, float] = {}
-        for rank in self.in_flight:
-            waiting: float = 0
-            running: float = 0
-            usage: float | None = None
-            if rank < len(counts):
-                waiting, running, *more = counts[rank]
-                if more:
-                    usage = min(max(more[0], 0.0), 1.0)
-            weights[rank] = 1 + PRESSURE_WEIGHT * max(0.0, (usage or 0.0) - PRESSURE_FROM)
-            waiting_weight = WAITING_WEIGHT if usage is None else weights[rank]
-            loads[rank] = waiting_weight * waiting + running
-            usages[rank] = int(_USAGE_STEPS * (usage or 0.0))
-        self._published = loads
-        self._usage = usages
-        self._weights = weights
-
-
-class Engines:
-    """Chooses the engine for each request, and fails or resubmits the requests of dead engines."""
-
-    def __init__(
-        self, ranks: Iterable[int], client_index: int = 0, n_clients: int = 1, output_type: Any = None
-    ) -> None:
-        self.ranks: list[int] = list(ranks)
-        if not self.ranks or len(set(self.ranks)) != len(self.ranks):
-            raise ValueError(f"engines must be some, each with a rank of its own, not {self.ranks}")
-        self.names: dict[int, bytes] = {rank: identity(rank) for rank in self.ranks}  # the ZeroMQ identities
-        self.ready: dict[int, dict[str, Any]] = {}  # registrations, by rank
-        self.deaths: dict[int, EngineDead] = {}  # by rank: dead engines, while others continue
+    def __init__(self, ranks: Iterable[int], client_index: int = 0, n_clients: int = 1) -> None:
+        given = list(ranks)
+        if not given or len(set(given)) != len(given):
+            raise ValueError(f"engines must be some, each with a rank of its own, not {given}")
+        self._table: dict[int, Engine] = {rank: Engine(rank, identity(rank)) for rank in given}
         self.died: int = 0  # deaths in total
-        self.leaving: set[int] = set()  # the ranks of engines that get no more requests
+        self.removed: set[int] = set()  # the ranks of removed engines, until others register there
+        self._n_clients = n_clients
+        self.published: bool = False  # whether loads are known
+        self._turns = count(1)
         # Clients begin with different engines: otherwise all would choose the same engine.
-        first = len(self.ranks) * client_index // n_clients
-        self.balance: LoadBalancer = LoadBalancer(self.ranks, first, n_clients)
-        self.stalled: dict[int, str] = self.balance.stalled
-        self.pending: Pending = Pending(EnvelopeDecoder(output_type), self.balance)
+        first = len(given) * client_index // n_clients
+        for place, engine in enumerate(self):
+            engine.turn = (place - first) % len(given) - len(given)
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self._table.values())
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, rank: int) -> Engine:
+        return self._table[rank]
+
+    def get(self, rank: int | None) -> Engine | None:
+        return None if rank is None else self._table.get(rank)
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(self._table)
 
     @property
     def missing(self) -> list[int]:
         """The ranks of engines that have not registered."""
-        return [rank for rank in self.ranks if rank not in self.ready]
-
-    @property
-    def busy(self) -> list[int]:
-        """The ranks of leaving engines that have requests or calls."""
-        return [rank for rank in sorted(self.leaving) if self.pending.is_busy(rank)]
+        return [engine.rank for engine in self if engine.registration is None]
 
     @property
     def stats_address(self) -> str | None:
         """The address at which the coordinator publishes its counts, if an engine has reported one."""
-        said = (fields.get("dp_stats_address") for fields in self.ready.values())
+        said = ((engine.registration or {}).get("dp_stats_address") for engine in self)
         return next((address for address in said if isinstance(address, str)), None)
 
-    def register(self, sender: bytes, frames: Sequence[bytes]) -> int:
-        """Accept a registration: a map, or (vLLM before 0.10) an empty frame; return the engine's rank."""
-        rank = next((rank for rank, name in self.names.items() if name == sender), None)
-        if rank is None:
+    def named(self, name: bytes) -> Engine | None:
+        """Return the engine with a ZeroMQ identity."""
+        return next((engine for engine in self if engine.name == name), None)
+
+    def at(self, connection: int) -> Engine | None:
+        """Return the engine at a connection."""
+        return next((engine for engine in self if engine.connection == connection), None)
+
+    def read_registration(self, name: bytes, frames: Sequence[bytes]) -> tuple[Engine, dict[str, Any]]:
+        """Return the engine and the fields of a registration: a map, or (vLLM before 0.10) an empty frame."""
+        engine = self.named(name)
+        if engine is None:
             raise ValueError(f"an unknown engine; expected one of {self.ranks}")
         fields: dict[str, Any] = {}
-        if frames != [b""]:
+        if list(frames) != [b""]:
             fields = decode_single(_map, frames, MAX_REGISTRATION_BYTES)
-        self.ready[rank] = fields
-        self.stalled.pop(rank, None)
-        self.pending.registered(rank, fields)
-        return rank
+        return engine, fields
+
+    def note_health(self, rank: int, health: Health, where: str) -> None:
+        """Note that an engine has stalled, was stopped, or makes progress again; ignore an unknown or dead engine.
+
+        While another engine is there, an engine without progress gets only requests that are for this engine.
+        """
+        engine = self.get(rank)
+        if engine is None or engine.death is not None:
+            return
+        engine.stall = ""
+        if health != "running":
+            engine.stall = f"engine {rank} is {health}"
+            if where:
+                engine.stall += f": {where}"
+
+    def add(self, rank: int, name: bytes) -> None:
+        """Expect one more engine; published loads are void until the next publication."""
+        if rank in self._table:
+            raise ValueError(f"rank must be that of no engine, not {rank}")
+        self._table[rank] = Engine(rank, name)
+        self.published = False
+
+    def remove_last(self) -> Engine:
+        rank, engine = self._table.popitem()
+        self.removed.add(rank)
+        return engine
 
     # The engine for a request
 
-    def choose(self, rank: int | None) -> int:
-        """Return the rank of the engine for the next request: the wanted one, or the least busy."""
+    def choose(self, rank: int | None = None) -> Engine:
+        """Return the engine for the next request: the wanted one, or the least busy."""
         if rank is None:
-            if not self.balance.choices:
-                raise self._none_left()
-            return self.balance.choose()
-        if rank in self.deaths:
-            raise again(self.deaths[rank])
-        if rank in self.leaving:
-            raise EngineDead(f"engine {rank} is being taken out of service", engine=rank)
-        if rank not in self.names:
+            return self.least_busy(self.in_service())
+        engine = self._table.get(rank)
+        if engine is None:
             raise ValueError(f"engine must be the rank of one of {self.ranks}, not {rank!r}")
-        return rank
+        if engine.death is not None:
+            raise again(engine.death)
+        if engine.leaving:
+            raise EngineDead(f"engine {rank} is being taken out of service", engine=rank)
+        return engine
 
-    def in_service(self) -> list[int]:
-        """Return the ranks of the engines that get requests: alive and not leaving."""
-        if not self.balance.choices:
+    def in_service(self) -> list[Engine]:
+        """Return the engines that get requests."""
+        serving = [engine for engine in self if engine.serves]
+        if not serving:
             raise self._none_left()
-        return [rank for rank in self.ranks if rank in self.balance.choices]
+        return serving
+
+    def least_busy(self, engines: list[Engine]) -> Engine:
+        moving = [engine for engine in engines if not engine.stall]
+        return min(moving or engines, key=self._busyness)
+
+    def _busyness(self, engine: Engine) -> tuple[float, int, int]:
+        if not self.published:
+            return engine.in_flight, 0, engine.turn
+        return max(engine.load, self._n_clients * engine.in_flight), engine.usage, engine.turn
 
     def _none_left(self) -> EngineDead:
-        deaths = list(self.deaths.values())
+        deaths = [engine.death for engine in self if engine.death is not None]
         if len(deaths) == 1:
             return again(deaths[0])
         if deaths:
@@ -201,112 +234,35 @@ class Engines:
         text = f"no engine is left: engines {', '.join(map(str, self.ranks))} cannot be reached, or are leaving"
         return EngineDead(text, engine=self.ranks[0])
 
-    def take_in(self, rank: int) -> None:
-        """Start to send requests to an engine that has registered, unless the engine is leaving."""
-        if rank not in self.leaving:
-            self.balance.take_in(rank)
+    def sent(self, engine: Engine) -> None:
+        """Count a request that was sent to an engine."""
+        engine.in_flight += 1
+        engine.load += self._n_clients * engine.weight
+        engine.turn = next(self._turns)
 
-    # Engines that stall, or die
+    def update(self, counts: Sequence[Sequence[float]]) -> None:
+        """Apply a publication: for each rank the waiting and running requests, and the usage of the KV cache.
 
-    def note_health(self, rank: int, health: Health, where: str) -> None:
-        """Note that an engine has stalled, was stopped, or makes progress again; ignore an unknown or dead engine.
-
-        While another engine is there, an engine without progress gets only requests that are for this engine.
+        Older releases of vLLM publish no usage, and no publication has an engine that was just added.
         """
-        if health == "running":
-            self.stalled.pop(rank, None)
-        elif rank in self.names and rank not in self.deaths:
-            self.stalled[rank] = f"engine {rank} is {health}"
-            if where:
-                self.stalled[rank] += f": {where}"
-
-    def go_on_without(self, rank: int, error: EngineDead, send: Send) -> tuple[int, int]:
-        """Resubmit a dead engine's requests that brought no output yet to other engines, and fail all others.
-
-        Returns how many requests failed, and how many were resubmitted.
-        """
-        self.ready.pop(rank, None)
-        self.balance.leave_out(rank)
-        self.stalled.pop(rank, None)
-        self.deaths[rank] = error
-        self.died += 1
-        moved = 0
-        inboxes = self.pending.of_engine(rank)
-        for inbox in inboxes:
-            moved += self._resubmit(inbox, send)
-        self.pending.fail_engine(rank, lambda: again(error))
-        return len(inboxes) - moved, moved
-
-    def _resubmit(self, inbox: Inbox, send: Send) -> bool:
-        """Resubmit a dead engine's request if it has brought no output yet; return whether it was sent."""
-        if inbox.request is None:
-            return False
-        # Skip engines that had this request before: late output of the dead process must not pass for its successor's.
-        tried = {inbox.engine, *inbox.tried}
-        while choices := [rank for rank in self.balance.choices if rank not in tried]:
-            rank = self.balance.choose(choices)
-            tried.add(rank)
-            generation, frames = self.pending.new_generation(rank, inbox.request)
-            try:
-                send(rank, _ADD, frames)
-            except EngineDead:
-                continue  # the death of this engine will be reported soon
-            self.pending.move(inbox, rank, generation)
-            return True
-        return False
-
-    # More engines, or fewer
-
-    def add(self, rank: int, name: bytes) -> None:
-        """Expect one more engine; ``name`` is its ZeroMQ identity."""
-        if rank in self.names:
-            raise ValueError(f"rank must be that of no engine, not {rank}")
-        self.ranks.append(rank)
-        self.names[rank] = name
-        self.balance.add(rank)
-
-    def begin_to_leave(self, rank: int) -> None:
-        """Mark an engine as leaving: it gets no more requests."""
-        self.leaving.add(rank)
-        self.balance.leave_out(rank)
-
-    def stay(self, rank: int) -> None:
-        """Cancel the leaving of an engine: it gets requests again."""
-        self.leaving.discard(rank)
-        if rank in self.ready:
-            self.take_in(rank)
-
-    async def drain(self, rank: int) -> None:
-        """Mark an engine as leaving, and wait until its requests and calls are done. Cancelling undoes the mark."""
-        self.begin_to_leave(rank)
-        changed = asyncio.Event()
-        self.pending.on_idle = lambda _rank: changed.set()
-        try:
-            while self.pending.is_busy(rank):
-                changed.clear()
-                await changed.wait()
-        except BaseException:
-            self.stay(rank)
-            raise
-        finally:
-            self.pending.on_idle = None
-
-    def remove_last(self) -> int:
-        """Remove the last engine, and fail its remaining requests and calls; return its rank."""
-        rank = self.ranks.pop()
-        text = f"engine {rank} was taken out of service"
-        if rank in self.stalled:
-            text += f"; {self.stalled[rank]}"
-        gone = EngineDead(text, engine=rank)
-        self.pending.fail_engine(rank, lambda: again(gone))
-        del self.names[rank]
-        self.ready.pop(rank, None)
-        self.deaths.pop(rank, None)
-        self.leaving.discard(rank)
-        self.balance.remove(rank)
-        return rank
+        loads = [_load_of(counts[engine.rank]) if engine.rank < len(counts) else (0.0, 0, 1.0) for engine in self]
+        for engine, (load, usage, weight) in zip(self, loads, strict=True):
+            engine.load = load
+            engine.usage = usage
+            engine.weight = weight
+        self.published = True
 
 
-def again(error: EngineDead) -> EngineDead:
+def _load_of(counts: Sequence[float]) -> tuple[float, int, float]:
+    """Return the load of an engine, the usage of its KV cache in steps, and the weight of one more request."""
+    waiting, running, *more = counts
+    if not more:
+        return WAITING_WEIGHT * waiting + running, 0, 1.0
+    usage = min(max(more[0], 0.0), 1.0)
+    weight = 1 + PRESSURE_WEIGHT * max(0.0, usage - PRESSURE_FROM)
+    return weight * waiting + running, int(_USAGE_STEPS * usage), weight
+
+
+def again(error: E) -> E:
     """Return a copy of an error: each call raises an error with a traceback of its own."""
-    return EngineDead(*error.args, engine=error.engine, pid=error.pid)
+    return copy(error)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -16,19 +16,19 @@ import zmq
 from aioshm.arguments import check_int
 from aioshm.closing import warn_not_closed
 from aioshm.config import Options
-from aioshm.engine.client.engines import Engines, again
+from aioshm.engine.client.engines import Engine, Engines, again
 from aioshm.engine.client.heartbeats import Heartbeats
 from aioshm.engine.client.liveness import Liveness
 from aioshm.engine.client.pause import PauseOfEngines
-from aioshm.engine.client.requests import UNSENT, Inbox, Pending
+from aioshm.engine.client.requests import Inbox, Pending
 from aioshm.engine.client.sockets import ClientSockets, MembershipListener, Registration
 from aioshm.engine.protocol.addresses import IDENTITY_BYTES, CoreEngine, EngineZmqAddresses
 from aioshm.engine.protocol.control import NO_ORDER, PAUSE, encode_scale, order_or_none
-from aioshm.engine.protocol.messages import ENGINE_CORE_DEAD, EngineCoreRequestType
+from aioshm.engine.protocol.messages import ENGINE_CORE_DEAD, EngineCoreRequestType, EnvelopeDecoder
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
-from aioshm.errors import CodecError, EndClosed, EngineDead, RoleError
+from aioshm.errors import AioshmError, CodecError, EndClosed, EngineDead, RoleError
 from aioshm.logs import LogLimiter
 from aioshm.process import progress
 from aioshm.process.background import notify
@@ -71,17 +71,19 @@ class EngineLink:
         self.chosen: ClientOptions = chosen
         self.options: Options = chosen.options or Options.from_env()
         self.goes_on: bool = chosen.on_engine_death == "continue"
-        self.engines: Engines = Engines(ranks, self.index, n_clients, chosen.output_type)
-        self.pending: Pending = self.engines.pending
-        self.pause: PauseOfEngines = PauseOfEngines(weakref.proxy(self))
+        this: EngineLink = weakref.proxy(self)
+        self.engines: Engines = Engines(ranks, self.index, n_clients)
+        self.pending: Pending = Pending(self.engines, EnvelopeDecoder(chosen.output_type))
+        self.pause: PauseOfEngines = PauseOfEngines(this)
         self.pending.on_notice = self.pause.notice
+        self.pending.on_idle = lambda: this.note_idle()
         self.wave: int = 0  # as published by the coordinator
         self.dead: EngineDead | None = None  # why no message is sent any more
         # Whether to log how an engine has died; a supervisor logs that itself.
         self.logs_deaths: bool = chosen.membership_address is None
         self._began = False  # whether all engines have registered at some time
         self._membership: MembershipListener | None = None
-        self._incarnations: dict[int, int] = {}  # of registered engines with keys
+        self._idle = asyncio.Event()  # a leaving engine has become idle
         self._signs_of_life = ExitStack()  # of the loop, in an API server
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
 
@@ -102,7 +104,8 @@ class EngineLink:
         self._protection = Protection.of_front_end(
             addresses, self.engines.ranks, keys=self.chosen.keys, secure=self._secure
         )
-        self.engines.names = {rank: self._protection.name(rank, addresses[0]) for rank in self.engines.ranks}
+        for engine in self.engines:
+            engine.name = self._protection.name(engine.rank, addresses[0])
         this: EngineLink = weakref.proxy(self)
         # With a membership an engine may connect before this client knows its keys.
         retry = membership_address is not None
@@ -113,7 +116,6 @@ class EngineLink:
         self.liveness: Liveness = Liveness(this)
         self.heartbeats: Heartbeats = Heartbeats(this)
         if membership_address is not None:
-            self.pending.on_idle = lambda _rank: this.report_progress()
             try:
                 keys = self._keys(membership_address)
                 curve = None if keys is None else keys.to_front_end()
@@ -129,11 +131,11 @@ class EngineLink:
         if self.closed or not self._opened:
             self.closed = True
             return
-        for rank, ids in self.pending.by_engine(self.pending.inboxes).items():
-            self.abort(rank, ids)
+        for engine, ids in self.pending.by_engine(self.pending.inboxes).items():
+            self.abort(engine, ids)
         self.closed = True
         self._stop_listening()
-        self._fail(lambda: EndClosed("the client of the engines was closed"))
+        self._fail(EndClosed("the client of the engines was closed"))
         await self.sockets.aclose()
 
     def __del__(self) -> None:
@@ -175,38 +177,38 @@ class EngineLink:
 
     # Sending
 
-    def send(self, rank: int, kind: bytes, frames: list[Frame]) -> None:
+    def send(self, engine: Engine, kind: bytes, frames: list[Frame]) -> None:
         """Send a message to an engine; raises `EngineDead` if the engine is gone."""
         try:
-            self.sockets.send(self.engines.names[rank], kind, frames)
+            self.sockets.send(engine.name, kind, frames)
         except zmq.ZMQError as error:
-            self.liveness.lost(rank)
-            raise EngineDead(f"engine {rank} cannot be reached: {error}", engine=rank) from None
+            self.liveness.lost(engine)
+            raise EngineDead(f"engine {engine.rank} cannot be reached: {error}", engine=engine.rank) from None
         if not self.settled.is_set():
             self.sockets.registrations.run_soon()  # a send may clear the event of a waiting registration
 
-    def send_request(self, inbox: Inbox, wanted: int | None, rank: int, frames: list[Frame]) -> Inbox:
+    def send_request(self, inbox: Inbox, engine: Engine, frames: list[Frame]) -> Inbox:
         """Send a request to this engine, or to another one if it is gone and was not wanted."""
         while True:
-            self.pending.check_reuse(inbox.request_id, rank)
-            generation, marked = self.pending.new_generation(rank, frames)
+            self.pending.check_reuse(inbox.request_id, engine)
+            generation, marked = self.pending.new_generation(engine, frames)
             try:
-                self.send(rank, _ADD, marked)
+                self.send(engine, _ADD, marked)
                 break
             except EngineDead:
-                if wanted is not None or not self.goes_on:
+                if inbox.wanted is not None or not self.goes_on:
                     raise
-                rank = self.engines.choose(None)  # not the same engine: `lost` has removed it from the choices
+                engine = self.engines.choose()  # not the same engine: it does not serve any more
         kept: list[Frame] | None = None
         if self.chosen.resubmit is not None:  # the caller may change the arrays before an engine dies
             kept = [bytes(frame) for frame in frames]
-        return self.pending.add(inbox, rank, generation, kept)
+        return self.pending.add(inbox, engine, generation, kept)
 
-    def abort(self, rank: int, request_ids: list[str]) -> None:
+    def abort(self, engine: Engine | None, request_ids: list[str]) -> None:
         """Abort requests at a living engine."""
-        if self.dead is None and rank != UNSENT and rank not in self.engines.deaths:
+        if self.dead is None and engine is not None and engine.death is None:
             try:
-                self.send(rank, _ABORT, [_encode_plain(request_ids)])
+                self.send(engine, _ABORT, [_encode_plain(request_ids)])
             except EngineDead:
                 pass  # its death will be reported
 
@@ -223,31 +225,30 @@ class EngineLink:
 
     def registered(self, registration: Registration) -> None:
         name = registration.name
+        incarnation: int | None = None
         try:
             if self.sockets.register_by_keys:
                 self._check_keys(registration)
-            known = name in self.engines.names.values()
-            if self._membership is not None and not known and len(name) == IDENTITY_BYTES:
+                incarnation = int(registration.user.partition(".")[2])
+            if self._membership is not None and self.engines.named(name) is None and len(name) == IDENTITY_BYTES:
                 self._membership.early[name] = registration
                 return
-            rank = self.engines.register(name, registration.frames)
+            engine, fields = self.engines.read_registration(name, registration.frames)
         except ValueError as error:
             self._limiter.warn(
                 logger, "a registration of %s by %s is ignored: %s", name[:16].hex(), registration.sender, error
             )
             return
-        fields = self.engines.ready[rank]
-        self.liveness.connected(rank, registration.connection, registration.sender)
+        self.liveness.replaced(engine, registration.connection)
         if self.dead is not None:  # the death of its predecessor has just become known
             return
-        self.engines.ready[rank] = fields  # that death has removed the registration
-        if self.engines.deaths.pop(rank, None) is not None:
-            logger.info("engine %d is back: it is %s", rank, registration.sender)
-            self._notify_change(rank, None)
-        if self.sockets.register_by_keys:
-            self._incarnations[rank] = int(registration.user.partition(".")[2])
-        self.engines.take_in(rank)
-        self.pause.meet(rank, order_or_none(fields.pop(PAUSE, NO_ORDER)))
+        was_dead = engine.death is not None
+        order = order_or_none(fields.pop(PAUSE, NO_ORDER))
+        engine.register(fields, registration.connection, registration.sender, incarnation)
+        if was_dead:
+            logger.info("engine %d is back: it is %s", engine.rank, engine.sender)
+            self._notify_change(engine.rank, None)
+        self.pause.meet(engine, order)
         self.settle()
 
     def _check_keys(self, registration: Registration) -> None:
@@ -255,12 +256,11 @@ class EngineLink:
         rank = self._protection.rank_of(registration.user)
         if rank is None:
             raise ValueError("its keys are void: that incarnation of the engine is dead")
-        name = self._protection.name_of(registration.user)
-        names = self.engines.names
-        if registration.name == name:
-            if rank in names:
-                names[rank] = name
-        elif registration.name in names.values():
+        if registration.name == self._protection.name_of(registration.user):
+            engine = self.engines.get(rank)
+            if engine is not None:
+                engine.name = registration.name
+        elif self.engines.named(registration.name) is not None:
             raise ValueError(f"it has the keys of engine {rank}, and the identity of another engine")
 
     def settle(self) -> None:
@@ -283,13 +283,13 @@ class EngineLink:
             self._limiter.warn(logger, "there are no counts from the coordinator: %s", error)
 
     def heartbeat(self, connection: int, frames: list[bytes]) -> None:
-        found = self.liveness.engine_at(connection)
-        if found is None or self.dead is not None:
+        engine = self.engines.at(connection)
+        if engine is None or self.dead is not None:
             return
         try:
-            self.heartbeats.receive(*found, frames)
+            self.heartbeats.receive(engine, frames)
         except ValueError as error:
-            self._limiter.warn(logger, "a heartbeat of engine %d is ignored: %s", found[0], error)
+            self._limiter.warn(logger, "a heartbeat of engine %d is ignored: %s", engine.rank, error)
 
     def disconnected(self, connection: int) -> None:
         if self._membership is not None:
@@ -307,56 +307,77 @@ class EngineLink:
         except CodecError as error:
             self._limiter.warn(logger, "a message from an engine is dropped: %s", error)
             return
-        for rank, request_id in unwanted:
-            self.abort(rank, [request_id])
+        for inbox in unwanted:
+            self.abort(inbox.engine, [inbox.request_id])
 
     def counts(self, payload: bytes) -> None:
         try:
             counts, self.wave, _running = _decode_counts(payload)
             if counts is not None:
-                self.engines.balance.update(counts)
+                self.engines.update(counts)
         except ValueError as error:
             self._limiter.warn(logger, "counts from the coordinator are ignored: %s", error)
 
     # Deaths of engines
-
-    def lose(self, rank: int) -> None:
-        """Send no more requests to an unreachable engine; its death is reported soon."""
-        self.heartbeats.forget(rank)
-        if self.goes_on:
-            self.engines.balance.leave_out(rank)
 
     def die(self, error: EngineDead) -> None:
         """Handle the death of an engine, or of all if the error names none."""
         if self.closed or self.dead is not None:
             return
         self.sockets.outputs.run()  # its last outputs
-        rank = error.engine
-        if rank is not None:
-            self.heartbeats.forget(rank)
-        if not self.goes_on or rank not in self.engines.ranks:
-            self.engines.died += 1
-            # Waiting calls raise the error; without any, an engine was stopped.
-            n_requests = len(self.pending.inboxes)
-            logger.debug("%s; %d requests and %d calls were pending", error, n_requests, len(self.pending.calls))
-            self.give_up(error)
+        self.engines.died += 1
+        engine = self.engines.get(error.engine)
+        if engine is not None and self.goes_on:
+            self._continue_without(engine, error)
             return
+        # Waiting calls raise the error; without any, an engine was stopped.
+        n_requests = len(self.pending.inboxes)
+        logger.debug("%s; %d requests and %d calls were pending", error, n_requests, len(self.pending.calls))
+        self.give_up(error)
+
+    def _continue_without(self, engine: Engine, error: EngineDead) -> None:
+        """Resubmit a dead engine's requests that brought no output yet to other engines, and fail all others."""
+        self.heartbeats.forget(engine)
         self._expect_more()
-        failed, moved = self.engines.go_on_without(rank, error, self.send)
-        if failed or moved or self.logs_deaths:
-            text = str(error) if self.logs_deaths else f"engine {rank} is gone"
+        engine.registration = None
+        engine.stall = ""
+        engine.death = error
+        inboxes = [inbox for inbox in self.pending.inboxes.values() if inbox.engine is engine]
+        moved = sum([self._resubmit(inbox, engine) for inbox in inboxes])
+        failed = len(inboxes) - moved
+        self.pending.fail(error, engine)
+        if inboxes or self.logs_deaths:
+            text = str(error) if self.logs_deaths else f"engine {engine.rank} is gone"
             logger.warning("%s; %d of its requests failed, %d went to other engines", text, failed, moved)
-        self._notify_change(rank, error)
+        self._notify_change(engine.rank, error)
         self.report_progress()
+
+    def _resubmit(self, inbox: Inbox, former: Engine) -> bool:
+        """Resubmit a dead engine's request if it has brought no output yet; return whether it was sent."""
+        if inbox.request is None:
+            return False
+        # Skip engines that had this request before: late output of the dead process must not pass for its successor's.
+        tried = {former.rank, *inbox.tried}
+        while choices := [engine for engine in self.engines if engine.serves and engine.rank not in tried]:
+            engine = self.engines.least_busy(choices)
+            tried.add(engine.rank)
+            generation, frames = self.pending.new_generation(engine, inbox.request)
+            try:
+                self.send(engine, _ADD, frames)
+            except EngineDead:
+                continue  # the death of this engine will be reported soon
+            self.pending.move(inbox, former, engine, generation)
+            return True
+        return False
 
     def give_up(self, error: EngineDead) -> None:
         if not self.closed and self.dead is None:
             self.dead = error
             self.liveness.stop()
             self.heartbeats.stop()
-            self._fail(lambda: again(error))
+            self._fail(error)
 
-    def _fail(self, error: Callable[[], Exception]) -> None:
+    def _fail(self, error: AioshmError) -> None:
         self.pending.fail(error)
         self.settled.set()
 
@@ -380,10 +401,29 @@ class EngineLink:
         self._protection.void(rank, incarnation)
 
     def remove_last(self) -> None:
-        rank = self.engines.remove_last()
-        self.liveness.dismiss(rank)
-        self.heartbeats.forget(rank)
+        """Remove the last engine, and fail its remaining requests and calls."""
+        engine = self.engines.remove_last()
+        self.liveness.forget(engine)
+        text = f"engine {engine.rank} was taken out of service"
+        if engine.stall:
+            text += f"; {engine.stall}"
+        self.pending.fail(EngineDead(text, engine=engine.rank), engine)
         self.settle()
+
+    async def drain(self, engine: Engine) -> None:
+        """Mark an engine as leaving, and wait until its requests and calls are done. Cancelling undoes the mark."""
+        engine.leaving = True
+        try:
+            while self.pending.is_busy(engine):
+                self._idle.clear()
+                await self._idle.wait()
+        except BaseException:
+            engine.leaving = False
+            raise
+
+    def note_idle(self) -> None:
+        self._idle.set()
+        self.report_progress()
 
     def report_scale(self) -> None:
         """Report the number of engines to the coordinator, if there is one."""
@@ -397,15 +437,8 @@ class EngineLink:
         if self.chosen.membership_address is not None:
             raise RoleError("the process at membership_address decides which engines are present: scale its supervisor")
 
-    def explain(self, rank: int, incarnation: int, error: EngineDead) -> None:
-        """Handle the launching process's account of a death."""
-        is_this: bool | None = None
-        if self.sockets.register_by_keys:
-            is_this = self._incarnations.get(rank) == incarnation
-        self.liveness.explain(error, is_this=is_this)
-
     def report_progress(self) -> None:
         """Report to the launching process how far this front end has applied the membership."""
         if self._membership is not None and not self.closed:
-            order = self.pause.order
-            self._membership.report(self.engines.missing, self.engines.busy, order, list(self.pause.unanswered))
+            busy = [each.rank for each in self.engines if each.leaving and self.pending.is_busy(each)]
+            self._membership.report(self.engines.missing, sorted(busy), self.pause.order, self.pause.unanswered)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aioshm.engine.client.engines import again
-from aioshm.engine.client.requests import UNSENT, PendingCall
+from aioshm.engine.client.engines import Engine, again
+from aioshm.engine.client.requests import PendingCall
 from aioshm.engine.protocol.control import (
     NO_ORDER,
     PAUSE,
@@ -35,9 +34,12 @@ class PauseOfEngines:
     def __init__(self, link: EngineLink) -> None:
         self._link = link
         self.order: PauseOrder = NO_ORDER
-        self.unanswered: dict[int, PendingCall] = {}  # the call with this order, by the rank of the engine
-        self._refusals: dict[int, CallFailed] = {}  # by rank
         self._changed = asyncio.Event()
+
+    @property
+    def unanswered(self) -> list[int]:
+        """The ranks of the engines that have not answered the order."""
+        return [engine.rank for engine in self._link.engines if engine.order is not None]
 
     async def pause(self, mode: PauseMode, timeout: float | None) -> None:
         # Also with the same mode: a client that has resumed since may not be known yet.
@@ -47,7 +49,7 @@ class PauseOfEngines:
                 while self.order.mode and not self._settled():
                     await self._changed.wait()
         except TimeoutError:
-            raise TimeoutError(describe_unpaused(list(self.unanswered), timeout)) from None
+            raise TimeoutError(describe_unpaused(self.unanswered, timeout)) from None
         if not self.order.mode:
             raise RoleError("the engines were resumed before pause() has returned")
 
@@ -60,8 +62,9 @@ class PauseOfEngines:
     def _settled(self) -> bool:
         """Return whether all engines have answered the order; raise if one never will."""
         self._link.check_open()
-        for refusal in self._refusals.values():
-            raise CallFailed(*refusal.args, engine=refusal.engine, method=refusal.method)
+        for engine in self._link.engines:
+            if engine.refusal is not None:
+                raise again(engine.refusal)
         self._changed.clear()
         return not self.unanswered
 
@@ -73,15 +76,16 @@ class PauseOfEngines:
             return
         link = self._link
         self.order = order
-        self._refusals.clear()
         if order.mode == "abort":
-            for rank, ids in link.pending.by_engine(link.pending.inboxes).items():
-                if rank != UNSENT:
+            for at, ids in link.pending.by_engine(link.pending.inboxes).items():
+                if at is not None:
                     for request_id in ids:
                         link.pending.abort(request_id, ": the engines were paused")
-                    link.abort(rank, ids)
-        for rank in list(link.engines.ready):
-            self._give(rank)
+                    link.abort(at, ids)
+        for engine in link.engines:
+            engine.refusal = None
+            if engine.registration is not None:
+                self._give(engine)
         if not order.mode:
             self._send_waiting()
         self._change()
@@ -90,35 +94,34 @@ class PauseOfEngines:
         """Obey an order that an engine has reported."""
         self.obey(order_or_none(fields))
 
-    def meet(self, rank: int, order: PauseOrder) -> None:
+    def meet(self, engine: Engine, order: PauseOrder) -> None:
         """Give an engine that has registered the order, unless the engine knows a newer one."""
-        self._refusals.pop(rank, None)
+        engine.refusal = None
         if order > self.order:
             self.obey(order)
         elif self.order.mode or (order.mode and order != self.order):
-            self._give(rank)
+            self._give(engine)
 
-    def _give(self, rank: int) -> None:
+    def _give(self, engine: Engine) -> None:
         link = self._link
-        self.unanswered.pop(rank, None)
-        of_vllm = link.pending.is_of_vllm(rank)
-        if of_vllm and self.order.client != link.index:
+        engine.order = None
+        if engine.of_vllm and self.order.client != link.index:
             return  # vLLM's calls are not idempotent: one client makes them
-        method, args = self.order.call(of_vllm=of_vllm)
-        call = self.unanswered[rank] = link.pending.call(method, rank)
+        method, args = self.order.call(of_vllm=engine.of_vllm)
+        call = engine.order = link.pending.call(method, engine)
         call.answer.add_done_callback(lambda _: self._answered(call))
         try:
-            link.send(rank, _UTILITY, [_encode_plain((link.index, call.call_id, method, args))])
+            link.send(engine, _UTILITY, [_encode_plain((link.index, call.call_id, method, args))])
         except EngineDead as error:  # its death will be reported
             call.answer.set_exception(error)
 
     def _answered(self, call: PendingCall) -> None:
         """Note the answer of an engine, or its death."""
         error = call.answer.exception()
-        if self.unanswered.get(call.engine) is call:
-            del self.unanswered[call.engine]
+        if call.engine.order is call:
+            call.engine.order = None
             if isinstance(error, CallFailed):
-                self._refusals[call.engine] = error
+                call.engine.refusal = error
         self._link.pending.forget([call])
         if error is None and call.method == PAUSE:
             self.notice(call.answer.result())
@@ -127,15 +130,15 @@ class PauseOfEngines:
     def _send_waiting(self) -> None:
         """Send the requests that waited for the end of the pause; one without an engine fails."""
         link = self._link
-        pending = link.pending
-        for request_id, wanted in list(pending.unsent.items()):
-            inbox = pending.inboxes[request_id]
+        for inbox in [each for each in link.pending.inboxes.values() if each.engine is None]:
+            request_id = inbox.request_id
             try:
-                link.send_request(inbox, wanted, link.engines.choose(wanted), inbox.request or [])
+                link.send_request(inbox, link.engines.choose(inbox.wanted), inbox.request or [])
             except EngineDead as error:
-                pending.finish(request_id, partial(again, error))
+                link.pending.finish(request_id, error)
             except ValueError as error:
-                pending.finish(request_id, partial(RequestFailed, str(error), engine=wanted, request_id=request_id))
+                failure = RequestFailed(str(error), engine=inbox.wanted, request_id=request_id)
+                link.pending.finish(request_id, failure)
 
     def _change(self) -> None:
         self._changed.set()

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from aioshm.arguments import check_seconds
+from aioshm.engine.client.engines import Engine, Engines, again
 from aioshm.engine.protocol.control import NOTICE_ID
 from aioshm.engine.protocol.messages import (
     NO_GENERATION,
     EnvelopeDecoder,
-    MarkedOutputs,
     Unreadable,
     UtilityOutput,
     generations_of,
@@ -27,15 +27,12 @@ from aioshm.engine.protocol.messages import (
     request_id_of,
 )
 from aioshm.engine.protocol.payloads import Frame
-from aioshm.errors import CallFailed, CodecError, RequestAborted, RequestFailed, RoleError
-
-if TYPE_CHECKING:
-    from aioshm.engine.client.engines import LoadBalancer
+from aioshm.errors import AioshmError, CallFailed, CodecError, RequestAborted, RequestFailed, RoleError
 
 Output = TypeVar("Output")
 
 UNSENT = -1
-"""Stands for the rank of the engine while a request waits for the end of a pause."""
+"""The rank of the engine for users, while a request waits for the end of a pause."""
 
 REUSE_AFTER_S = 60.0
 """How long the id of an aborted request is refused for engines of vLLM, whose late outputs have no generation."""
@@ -49,16 +46,21 @@ class Inbox:
     """
 
     request_id: str
-    engine: int = UNSENT  # the rank of the engine that has the request
+    engine: Engine | None = None  # that has the request; None: the request waits for the end of a pause
+    wanted: int | None = None  # the rank of the engine that the request is for
     generation: int = NO_GENERATION  # the generation of the submission that the engine has
     request: list[Frame] | None = None  # unsent, or for another engine if its engine dies before the first output
     tried: tuple[int, ...] = ()  # the ranks of engines that had the request, and died
     outputs: deque[Any] = field(default_factory=deque)
     waiter: asyncio.Future[bool] | None = None  # whether its time limit has expired
     ended: bool = False
-    error: Callable[[], Exception] | None = None  # creates the error of a failed request
-    stalled: Mapping[int, str] = field(default_factory=dict)  # how engines make no progress, by rank
+    error: AioshmError | None = None
     _stay: Callable[[], object] | None = None  # unregisters the callback at the end of a cancelled wait's task
+
+    @property
+    def rank(self) -> int:
+        """The rank of the engine, or `UNSENT`."""
+        return UNSENT if self.engine is None else self.engine.rank
 
     @property
     def interrupted(self) -> bool:
@@ -70,7 +72,7 @@ class Inbox:
         self.outputs.append(output)
         self._wake()
 
-    def end(self, error: Callable[[], Exception] | None = None) -> None:
+    def end(self, error: AioshmError | None = None) -> None:
         self.ended = True
         self.error = error
         self.resume()
@@ -81,11 +83,11 @@ class Inbox:
         expired = False
         while not self.outputs and not self.ended:
             if expired:
-                source = f"from engine {self.engine}"
-                if self.engine == UNSENT:
-                    source = "because the engines are paused"
-                elif self.engine in self.stalled:
-                    source += f"; {self.stalled[self.engine]}"
+                source = "because the engines are paused"
+                if self.engine is not None:
+                    source = f"from engine {self.engine.rank}"
+                    if self.engine.stall:
+                        source += f"; {self.engine.stall}"
                 raise TimeoutError(f"request {self.request_id!r}: no output within {timeout:g} s {source}")
             if self.waiter is not None:
                 raise self._shared()
@@ -112,7 +114,7 @@ class Inbox:
         if not ended:
             raise self._shared()
         if self.error is not None:
-            raise self.error()
+            raise again(self.error)
         raise StopAsyncIteration
 
     def _shared(self) -> RoleError:
@@ -206,7 +208,7 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
 
         -1 while the request waits for `EngineClient.resume`.
         """
-        return self.inbox.engine
+        return self.inbox.rank
 
     async def aclose(self) -> None:
         """Abort the request unless it is finished. Idempotent."""
@@ -225,121 +227,104 @@ class PendingCall(NamedTuple):
 
     call_id: int
     method: str
-    engine: int  # the rank
+    engine: Engine
     answer: asyncio.Future[Any]
 
 
 class Pending:
     """The table of requests and calls in flight; dispatches outputs to them."""
 
-    def __init__(self, decoder: EnvelopeDecoder, balance: LoadBalancer) -> None:
-        self.inboxes: dict[str, Inbox] = {}  # by request id
-        self.unsent: dict[str, int | None] = {}  # requests that wait for the end of a pause, and the wanted engines
+    def __init__(self, engines: Engines, decoder: EnvelopeDecoder) -> None:
+        self.inboxes: dict[str, Inbox] = {}  # by request id, in the order of submission
         self.calls: dict[int, PendingCall] = {}  # by call id
         self.on_notice: Callable[[Any], object] | None = None  # called with the order that a notice has
+        self.on_idle: Callable[[], object] | None = None  # called when an engine has become idle
         self.late_outputs: int = 0
         self.requests: int = 0  # requests sent in total
         self.failed: int = 0  # requests that ended with an error
-        self.on_idle: Callable[[int], object] | None = None  # called with the rank of an engine that has become idle
+        self._engines = engines
         self._decoder = decoder
-        self._balance = balance
         # Answers to calls of a former client at this address must not match calls of this one.
         self._call_ids = count(secrets.randbits(48))
         self._generations = count(1 + secrets.randbits(48))
-        self._marking: set[int] = set()  # the ranks of engines that have sent generations
-        self._unmarked: set[int] = set()  # the ranks of vLLM's engines, which get no generations
         self._aborted: dict[tuple[int, str], float] = {}  # times of aborts at vLLM's engines, by rank and id
 
     # Requests
 
-    def is_of_vllm(self, rank: int) -> bool:
-        return rank in self._unmarked
-
-    def registered(self, rank: int, fields: dict[str, Any]) -> None:
-        """Note an engine's registration: vLLM's engines name their release."""
-        self._marking.discard(rank)
-        self._unmarked.discard(rank)
-        if "vllm_version" in fields:
-            self._unmarked.add(rank)
-
-    def new_generation(self, rank: int, request: list[Frame]) -> tuple[int, list[Frame]]:
+    def new_generation(self, engine: Engine, request: list[Frame]) -> tuple[int, list[Frame]]:
         """Return the generation of a new submission, and the frames for its engine."""
         generation = next(self._generations)
-        if rank in self._unmarked:
+        if engine.of_vllm:
             return generation, request
         return generation, mark(request, generation)
 
-    def check_reuse(self, request_id: str, rank: int) -> None:
+    def check_reuse(self, request_id: str, engine: Engine) -> None:
         """Raise if late outputs of an aborted request could be taken for those of a new request with the same id."""
-        left = self._aborted.get((rank, request_id), -REUSE_AFTER_S) + REUSE_AFTER_S - monotonic()
+        left = self._aborted.get((engine.rank, request_id), -REUSE_AFTER_S) + REUSE_AFTER_S - monotonic()
         if left > 0:
             raise ValueError(
-                f"request_id {request_id!r} is that of an aborted request at engine {rank}, whose late outputs could "
-                f"not be told apart; use another id, or wait for {left:.0f} s"
+                f"request_id {request_id!r} is that of an aborted request at engine {engine.rank}, whose late outputs "
+                f"could not be told apart; use another id, or wait for {left:.0f} s"
             )
 
-    def wait(self, request_id: str, wanted: int | None, request: list[Frame]) -> Inbox:
+    def wait(self, inbox: Inbox, request: list[Frame]) -> Inbox:
         """Add a request that is sent after a pause."""
-        self.unsent[request_id] = wanted
-        inbox = self.inboxes[request_id] = Inbox(request_id, request=request)
+        inbox.request = request
+        self.inboxes[inbox.request_id] = inbox
         return inbox
 
-    def add(self, inbox: Inbox, rank: int, generation: int, request: list[Frame] | None = None) -> Inbox:
+    def add(self, inbox: Inbox, engine: Engine, generation: int, request: list[Frame] | None = None) -> Inbox:
         """Add a request that was sent."""
-        self._balance.sent(rank)
+        self._engines.sent(engine)
         self.requests += 1
-        self.unsent.pop(inbox.request_id, None)
         self.inboxes[inbox.request_id] = inbox
-        inbox.engine = rank
+        inbox.engine = engine
         inbox.generation = generation
         inbox.request = request
-        inbox.stalled = self._balance.stalled
         return inbox
 
-    def move(self, inbox: Inbox, rank: int, generation: int) -> None:
-        self._balance.done(inbox.engine)
-        self._balance.sent(rank)
-        inbox.tried += (inbox.engine,)
-        inbox.engine = rank
+    def move(self, inbox: Inbox, former: Engine, engine: Engine, generation: int) -> None:
+        """Note that a request was sent to another engine, after the death of the former."""
+        former.in_flight -= 1
+        self._engines.sent(engine)
+        inbox.tried += (former.rank,)
+        inbox.engine = engine
         inbox.generation = generation
 
     def abort(self, request_id: str, cause: str = "") -> None:
         """End a request at its user's wish."""
-        rank = self.inboxes[request_id].engine
-        self._note_abort(rank, request_id)
+        engine = self.inboxes[request_id].engine
+        rank: int | None = None
+        if engine is not None:
+            self._note_abort(engine, request_id)
+            rank = engine.rank
         text = f"request {request_id!r} was aborted before its last output{cause}"
-        engine = None if rank == UNSENT else rank
-        self._end(request_id, lambda: RequestAborted(text, engine=engine, request_id=request_id))
+        self._end(request_id, RequestAborted(text, engine=rank, request_id=request_id))
 
-    def _note_abort(self, rank: int, request_id: str) -> None:
-        if rank not in self._unmarked:
+    def _note_abort(self, engine: Engine, request_id: str) -> None:
+        if not engine.of_vllm:
             return
         now = monotonic()
         while self._aborted and now - next(iter(self._aborted.values())) > REUSE_AFTER_S:
             del self._aborted[next(iter(self._aborted))]
-        self._aborted.pop((rank, request_id), None)  # the dict is in the order of time
-        self._aborted[rank, request_id] = now
+        self._aborted.pop((engine.rank, request_id), None)  # the dict is in the order of time
+        self._aborted[engine.rank, request_id] = now
 
-    def finish(self, request_id: str, error: Callable[[], Exception] | None = None) -> None:
-        """End a request; ``error`` creates its error, if it failed."""
+    def finish(self, request_id: str, error: AioshmError | None = None) -> None:
+        """End a request, which has failed if there is an error."""
         self.failed += error is not None
         self._end(request_id, error)
 
-    def _end(self, request_id: str, error: Callable[[], Exception] | None) -> None:
+    def _end(self, request_id: str, error: AioshmError | None) -> None:
         inbox = self.inboxes.pop(request_id)
-        if inbox.engine == UNSENT:
-            del self.unsent[request_id]
-        else:
-            self._balance.done(inbox.engine)
         inbox.end(error)
-        self._note_idle(inbox.engine)
+        if inbox.engine is not None:
+            inbox.engine.in_flight -= 1
+            self._note_idle(inbox.engine)
 
-    def of_engine(self, rank: int) -> list[Inbox]:
-        return [inbox for inbox in self.inboxes.values() if inbox.engine == rank]
-
-    def by_engine(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
-        """Return the ids that are in flight, by the ranks of their engines, or `UNSENT`."""
-        found: dict[int, list[str]] = {}
+    def by_engine(self, request_ids: Iterable[str]) -> dict[Engine | None, list[str]]:
+        """Return the ids that are in flight, by engine; None: they wait for the end of a pause."""
+        found: dict[Engine | None, list[str]] = {}
         for request_id in dict.fromkeys(request_ids):
             inbox = self.inboxes.get(request_id)
             if inbox is not None:
@@ -348,8 +333,8 @@ class Pending:
 
     # Calls
 
-    def call(self, method: str, rank: int) -> PendingCall:
-        call = PendingCall(next(self._call_ids), method, rank, asyncio.get_running_loop().create_future())
+    def call(self, method: str, engine: Engine) -> PendingCall:
+        call = PendingCall(next(self._call_ids), method, engine, asyncio.get_running_loop().create_future())
         self.calls[call.call_id] = call
         return call
 
@@ -363,94 +348,94 @@ class Pending:
 
     # Engines
 
-    def is_busy(self, rank: int) -> bool:
-        return self._balance.in_flight.get(rank, 0) > 0 or any(call.engine == rank for call in self.calls.values())
+    def is_busy(self, engine: Engine) -> bool:
+        return engine.in_flight > 0 or any(call.engine is engine for call in self.calls.values())
 
-    def fail(self, error: Callable[[], Exception]) -> None:
-        for rank in (*self._balance.in_flight, UNSENT):
-            self.fail_engine(rank, error)
-
-    def fail_engine(self, rank: int, error: Callable[[], Exception]) -> None:
-        for inbox in self.of_engine(rank):
-            self.finish(inbox.request_id, error)
+    def fail(self, error: AioshmError, engine: Engine | None = None) -> None:
+        """Fail all requests and calls, or those of one engine."""
+        for inbox in list(self.inboxes.values()):
+            if engine is None or inbox.engine is engine:
+                self.finish(inbox.request_id, error)
         for call in self.calls.values():
-            if call.engine == rank and not call.answer.done():
-                call.answer.set_exception(error())
+            if (engine is None or call.engine is engine) and not call.answer.done():
+                call.answer.set_exception(again(error))
 
-    def _note_idle(self, rank: int) -> None:
-        if self.on_idle is not None and not self.is_busy(rank):
-            self.on_idle(rank)
+    def _note_idle(self, engine: Engine) -> None:
+        if self.on_idle is not None and engine.leaving and not self.is_busy(engine):
+            self.on_idle()
 
     # Outputs
 
-    def take(self, frames: list[Frame], sender: int | None = None) -> list[tuple[int, str]]:
-        """Dispatch a message of an engine; return requests to abort, each with the rank of its engine."""
+    def take(self, frames: list[Frame], sender: int | None = None) -> list[Inbox]:
+        """Dispatch a message of an engine, whose rank ``sender`` is if keys are in use.
+
+        Returns:
+            The requests to abort: they have failed here, and the engine still works on them.
+        """
         envelope = self._decoder.decode(frames)
-        if sender is None and len(self._balance.in_flight) == 1:
-            envelope.engine_index = next(iter(self._balance.in_flight))  # some engines count differently
-        engine = envelope.engine_index
-        if sender is not None and engine != sender:
-            raise CodecError(f"engine {sender} speaks for engine {engine}")
+        engine = self._engines.get(envelope.engine_index)
+        if sender is None and len(self._engines) == 1:
+            engine = next(iter(self._engines))  # some engines count differently
+        elif sender is not None and envelope.engine_index != sender:
+            raise CodecError(f"engine {sender} speaks for engine {envelope.engine_index}")
         if envelope.utility_output is not None:
-            self._answer(engine, envelope.utility_output)
-        if envelope.generations is not None:
-            self._marking.add(engine)
-        unwanted: list[tuple[int, str]] = []
+            self._answer(envelope.utility_output)
+        if envelope.generations is not None and engine is not None:
+            engine.marks = True
+        unwanted: list[Inbox] = []
         without_id: CodecError | None = None
         for output, generation in zip(envelope.outputs, generations_of(envelope), strict=True):
             try:
-                request_id = request_id_of(output)
+                inbox = self._inbox(engine, request_id_of(output), generation)
             except CodecError as error:
                 without_id = error
                 continue
-            if self._inbox(engine, request_id, generation) is None:
+            if inbox is None:
                 self.late_outputs += 1
-            elif self._deliver(engine, request_id, output) and request_id not in (envelope.finished_requests or ()):
-                self._note_abort(engine, request_id)
-                unwanted.append((engine, request_id))
-        self._finish_all(envelope)
+            elif self._deliver(inbox, output) and inbox.request_id not in (envelope.finished_requests or ()):
+                unwanted.append(inbox)
+        generations: Sequence[int | None] = [None] if envelope.generations is None else envelope.generations
+        for request_id in envelope.finished_requests or ():
+            if any(self._inbox(engine, request_id, each) for each in generations):
+                self.finish(request_id)
+        for inbox in unwanted:
+            assert inbox.engine is not None
+            self._note_abort(inbox.engine, inbox.request_id)
         if without_id is not None:
             raise without_id
         return unwanted
 
-    def _deliver(self, engine: int, request_id: str, output: Any) -> bool:
+    def _inbox(self, engine: Engine | None, request_id: str, generation: int | None) -> Inbox | None:
+        """Return the inbox of a request of this engine, and of this generation if the engine sends generations."""
+        inbox = self.inboxes.get(request_id)
+        if inbox is None or engine is None or inbox.engine is not engine:
+            return None
+        if generation == inbox.generation or (generation is None and not engine.marks):
+            return inbox
+        return None
+
+    def _deliver(self, inbox: Inbox, output: Any) -> bool:
         """Deliver an output; return whether its request has failed while the engine still works on it."""
         finished = is_finished(output)
         if type(output) is Unreadable:
             text: str | None = output.error
         elif not finished or (text := refusal_of(output)) is None:
-            self.inboxes[request_id].put(output)
+            inbox.put(output)
             if finished:
-                self.finish(request_id)
+                self.finish(inbox.request_id)
             return False
-        self.finish(request_id, lambda: RequestFailed(text, engine=engine, request_id=request_id))
+        self.finish(inbox.request_id, RequestFailed(text, engine=inbox.rank, request_id=inbox.request_id))
         return not finished
 
-    def _finish_all(self, envelope: MarkedOutputs[Any]) -> None:
-        generations: Sequence[int | None] = [None]
-        if envelope.generations is not None:
-            generations = envelope.generations
-        for request_id in envelope.finished_requests or ():
-            if any(self._inbox(envelope.engine_index, request_id, each) for each in generations):
-                self.finish(request_id)
-
-    def _inbox(self, engine: int, request_id: str, generation: int | None) -> Inbox | None:
-        """Return the inbox of a request of this engine, and of this generation if the engine sends generations."""
-        inbox = self.inboxes.get(request_id)
-        if inbox is None or inbox.engine != engine:
-            return None
-        if generation == inbox.generation or (generation is None and engine not in self._marking):
-            return inbox
-        return None
-
-    def _answer(self, engine: int, answer: UtilityOutput) -> None:
+    def _answer(self, answer: UtilityOutput) -> None:
         call = self.calls.get(answer.call_id)
         if answer.call_id == NOTICE_ID and answer.result is not None and self.on_notice is not None:
             self.on_notice(answer.result[1])
         elif call is None or call.answer.done():
             self.late_outputs += 1
         elif answer.failure_message is not None:
-            call.answer.set_exception(CallFailed(answer.failure_message, engine=engine, method=call.method))
+            error = CallFailed(answer.failure_message, engine=call.engine.rank, method=call.method)
+            call.answer.set_exception(error)
         elif answer.result is None:
             call.answer.set_result(None)
         else:

@@ -247,25 +247,23 @@ class MembershipListener:
         link = self._link
         engines = link.engines
         link.pause.obey(membership.order)
-        for rank in sorted(membership.engines.keys() - engines.ranks):
+        for rank in sorted(membership.engines.keys() - set(engines.ranks)):
             link.add(rank)
-        while engines.ranks[-1] not in membership.engines and len(engines.ranks) > 1:
+        while engines.ranks[-1] not in membership.engines and len(engines) > 1:
             link.remove_last()
         for rank, incarnation in membership.engines.items():
             link.void_keys(rank, incarnation)
-        for rank in engines.leaving.difference(membership.leaving):
-            engines.stay(rank)
-        for rank in set(membership.leaving).intersection(engines.ranks) - engines.leaving:
-            engines.begin_to_leave(rank)
+        for engine in engines:
+            engine.leaving = engine.rank in membership.leaving
         for rank, death in membership.deaths.items():
-            link.explain(rank, death.incarnation, _error_of(death))
+            link.liveness.explain(rank, death.incarnation, _error_of(death))
         for rank in self._unwell - membership.health.keys():
             engines.note_health(rank, "running", "")
         for rank, (health, where) in membership.health.items():
             engines.note_health(rank, health, where)
         self._unwell = set(membership.health)
         self.version = membership.version
-        for name in self.early.keys() & set(engines.names.values()):
+        for name in self.early.keys() & {engine.name for engine in engines}:
             link.registered(self.early.pop(name))
         if membership.failure is not None:
             link.give_up(_error_of(membership.failure))

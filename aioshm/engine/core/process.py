@@ -184,8 +184,7 @@ async def shake_hands(
 ) -> EngineHandshakeMetadata:
     """Say HELLO to the front end, initialise with its answer, and say READY.
 
-    A HELLO whose connection breaks is sent again over the next connection. Cancelling this, or an error in
-    ``initialize``, leaves the front end without a READY.
+    Cancelling this, or an error in ``initialize``, leaves the front end without a READY.
 
     Args:
         handshake_address: Where the front end listens, or will listen.
@@ -221,8 +220,7 @@ async def shake_hands(
             credentials = None
             if chosen.secure and over_tcp([address]):
                 credentials = keys_for_engine(index, chosen.keys)
-            # Only aioshm's front ends have keys: vLLM's get the bytes that vLLM sends.
-            state = EngineHandshake(index, local=local, headless=chosen.headless, named=credentials is not None)
+            state = EngineHandshake(index, local=local, headless=chosen.headless)
             front_end = _FrontEnd(address, state, credentials)
             stack.callback(front_end.close)
             return front_end, await front_end.greet(timeout)
@@ -254,7 +252,6 @@ class _FrontEnd:
         self._state = state
         self._encrypts = credentials is not None
         self._failure = ""  # why the last attempt to connect has failed
-        self._carrier = 0  # the connection that carries HELLO, by Monitor.handshakes
         self._sockets = Sockets()
         self._dealer = self._sockets.add(
             open_socket(
@@ -287,7 +284,8 @@ class _FrontEnd:
 
     async def greet(self, timeout: float | None) -> EngineHandshakeMetadata:
         """Say HELLO, and return the answer."""
-        self._send_hello(self._state.hello())
+        self._dealer.send(self._state.hello(), zmq.NOBLOCK)
+        self._messages.run_soon()  # a send may clear the event of a waiting message
         try:
             async with asyncio.timeout(timeout):
                 frames = await self._init
@@ -316,28 +314,15 @@ class _FrontEnd:
         self._events.pause()
         self._monitor.close()
 
-    def _send_hello(self, message: bytes) -> None:
-        self._carrier = self._monitor.handshakes
-        if not self._monitor.connections:
-            self._carrier += 1  # the next connection
-        with suppress(zmq.Again):  # no connection has taken the messages before
-            self._dealer.send(message, zmq.NOBLOCK)
-        self._messages.run_soon()  # a send may clear the event of a waiting message
-
     def _take(self, frames: list[bytes]) -> None:
         if not self._init.done():
             self._init.set_result(frames)
             self._messages.pause()
 
     def _read_monitor(self) -> None:
-        """Send HELLO again over a new connection, if the connection that carried HELLO is gone."""
         failed = self._monitor.read()[1]
-        if self._init.done():
-            return
-        if failed:
+        if failed and not self._init.done():
             self._note_failure(failed[-1].reason)
-        if self._monitor.handshakes > self._carrier:
-            self._send_hello(self._state.again)
 
     def _note_failure(self, reason: str) -> None:
         # The end that finds a mismatch hangs up, so the other end may name the mismatch at a later attempt only.

@@ -6,18 +6,13 @@
     CONNECTED  (initialises, connects its data sockets)
     READY      READY {status, local, headless?, ...}     ->       CONNECTED -> READY
 
-Every message is one frame, a MessagePack map. Fields that are not known here are kept.
-
-A HELLO may be lost in a connection that breaks. The engine sends it again over the next connection,
-with two fields more: ``again``, and ``process``, a random name of the engine's process. The front
-end answers it with the same INIT. A second HELLO without ``again`` comes from another process with
-the same rank. Other messages have a ``process`` on encrypted connections only: vLLM's front ends get
-vLLM's bytes.
+Every message is one frame, a MessagePack map. Fields that are not known here are kept. A message that is lost in a
+connection that breaks is not sent again: the startup ends after its timeout. A second HELLO comes from another process
+with the same rank.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -44,7 +39,7 @@ MAX_PAYLOAD_BYTES = 1 << 20
 MAX_INIT_BYTES = 16 << 20
 """The limit of the answer, which has two addresses for each client."""
 
-_OWN_FIELDS = frozenset({"status", "local", "headless", "process", "again"})
+_OWN_FIELDS = frozenset({"status", "local", "headless"})
 _NEXT = {CoreEngineState.NEW: "HELLO", CoreEngineState.CONNECTED: "READY", CoreEngineState.READY: "nothing more"}
 _PLACES = {True: "local", False: "remote"}
 _SHOWN_RANKS = 16
@@ -60,8 +55,6 @@ class _FromEngine(msgspec.Struct):
     num_gpu_blocks: Annotated[int, msgspec.Meta(ge=0)] | None = None
     dp_stats_address: str | None = None
     parallel_config_hash: Any = None
-    process: str | None = None
-    again: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -107,7 +100,6 @@ class FrontEndHandshake:
         self.hello: dict[int, dict[str, Any]] = {}
         self.ready: dict[int, dict[str, Any]] = {}
         self.pause_order: Callable[[], PauseOrder] = lambda: NO_ORDER
-        self._processes: dict[int, str] = {}  # random names of engine processes, by rank
         self._restarts = False
         self._early: dict[int, Sequence[bytes]] = {}  # of engines whose predecessors are not known to be dead
         self.addresses: EngineZmqAddresses = addresses
@@ -155,8 +147,6 @@ class FrontEndHandshake:
     def receive(self, identity: bytes, frames: Sequence[bytes]) -> list[bytes] | None:
         """Handle a message; return the frames to send in reply, the identity first.
 
-        A HELLO that the same process repeats leaves the engine's state as it is, and gets the same reply.
-
         Args:
             identity: The identity of the sender's socket.
             frames: The frames behind the identity.
@@ -181,29 +171,21 @@ class FrontEndHandshake:
             raise _refused(engine.index, state, f"a message of {len(frames)} payload frames", "one")
         fields, message = self._parse(engine, frames[0])
         self._check_place(engine, message)
-        other = self._processes.get(engine.index, message.process) != message.process and message.process is not None
-        if message.again and not other and message.status == "HELLO" and state is CoreEngineState.CONNECTED:
-            self._note_process(engine, message)
-            return [engine.identity, self._init()]
-        if message.status != _NEXT[state] or other:
+        if message.status != _NEXT[state]:
             found = f"{message.status} came"
             hint = ""
             if message.status == "HELLO" or state is CoreEngineState.READY:
                 found += " again"
-            if other:
-                found += " from another process"
-            if message.status == "HELLO" or other:
+            if message.status == "HELLO":
                 hint = "; have two engines the same rank?"
             raise _refused(engine.index, state, found, _NEXT[state], hint)
         if message.status == "HELLO":
             self.hello[engine.index] = fields
             engine.state = CoreEngineState.CONNECTED
-            self._note_process(engine, message)
             return [engine.identity, self._init()]
         self._check_hash(engine, message)
         self.ready[engine.index] = fields
         engine.state = CoreEngineState.READY
-        self._note_process(engine, message)
         return None
 
     def allow_restarts(self) -> None:
@@ -219,7 +201,6 @@ class FrontEndHandshake:
         """Reset an engine to NEW: its sender has left, and another may come."""
         self.hello.pop(index, None)
         self.ready.pop(index, None)
-        self._processes.pop(index, None)
         self.engines[index].state = CoreEngineState.NEW
 
     def add(self, engine: CoreEngine) -> None:
@@ -246,13 +227,7 @@ class FrontEndHandshake:
             message = msgspec.convert(fields, _FromEngine)
         except ValueError as error:
             raise _refused(engine.index, engine.state, _cut(str(error)), expected) from None
-        for name in ("process", "again"):  # of the protocol, not of the user's engine
-            fields.pop(name, None)
         return fields, message
-
-    def _note_process(self, engine: CoreEngine, message: _FromEngine) -> None:
-        if message.process is not None:
-            self._processes[engine.index] = message.process
 
     def _check_place(self, engine: CoreEngine, message: _FromEngine) -> None:
         if message.local != engine.local:
@@ -317,28 +292,22 @@ class EngineHandshake:
         index: Its rank.
         local: Whether it runs on the front end's host.
         headless: Whether its host has no front end.
-        named: Whether all messages name this process, not only repeated ones: for front ends that are certainly
-            aioshm's.
 
     Attributes:
         identity: The ZeroMQ identity for its socket.
         state: Its progress: NEW until INIT has come, READY once READY is sent.
-        again: HELLO in the form for a repetition over a new connection.
     """
 
-    def __init__(self, index: int, *, local: bool = True, headless: bool = False, named: bool = False) -> None:
+    def __init__(self, index: int, *, local: bool = True, headless: bool = False) -> None:
         self.identity: bytes = identity(index)
         self.state: CoreEngineState = CoreEngineState.NEW
         self._index = index
         self._local = bool(local)
         self._headless = bool(headless)
-        self._process = secrets.token_hex(8)
-        self._named = named
-        self.again: bytes = self._message("HELLO", {"again": True}, named=True)
 
     def hello(self) -> bytes:
         """Return the first message."""
-        return self._message("HELLO", {}, named=self._named)
+        return self._message("HELLO", {})
 
     def receive(self, frames: Sequence[bytes]) -> EngineHandshakeMetadata:
         """Handle a message of the front end.
@@ -377,7 +346,7 @@ class EngineHandshake:
         if own:
             raise ValueError(f"READY fields must not have the names of the message's own: {', '.join(sorted(own))}")
         try:
-            payload = self._message("READY", fields or {}, named=self._named)
+            payload = self._message("READY", fields or {})
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise TypeError(f"READY fields cannot be sent: {error}") from error
         if len(payload) > MAX_PAYLOAD_BYTES:
@@ -385,11 +354,8 @@ class EngineHandshake:
         self.state = CoreEngineState.READY
         return payload
 
-    def _message(self, status: str, fields: Mapping[str, Any], *, named: bool) -> bytes:
-        message = {"status": status, "local": self._local, "headless": self._headless, **fields}
-        if named:
-            message["process"] = self._process
-        return _encode(message)
+    def _message(self, status: str, fields: Mapping[str, Any]) -> bytes:
+        return _encode({"status": status, "local": self._local, "headless": self._headless, **fields})
 
 
 def _refused(index: int, state: CoreEngineState, found: str, expected: str, hint: str = "") -> HandshakeError:

@@ -250,7 +250,7 @@ class TestTwoClients:
             await anext(stream)
             with pytest.raises(RequestFailed, match="another request in flight"):
                 await collected(other.submit(ask("a")))
-            other._link.send(0, b"\x01", [msgspec.msgpack.encode(["a"])])
+            other._link.send(other._link.engines[0], b"\x01", [msgspec.msgpack.encode(["a"])])
             await other.call("add", 1)
             assert serving.engines[0].aborted == []
             await stream.aclose()

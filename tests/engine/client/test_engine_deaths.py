@@ -36,6 +36,7 @@ from aioshm.engine import (
     get_engine_client_zmq_addr,
     run_engine_core,
 )
+from aioshm.engine.client.engines import Engines
 from aioshm.engine.client.liveness import Liveness
 from aioshm.errors import EngineDead, RequestAborted
 
@@ -147,7 +148,7 @@ async def test_requests_without_output_move_if_they_may(resubmit: Any) -> None:
                 assert stream.engine == 1
                 assert [output["token"] for output in await collected(stream)] == [0, 1, 2]
         assert client.in_flight == 0
-        assert client._link.engines.balance.in_flight == {0: 0, 1: 0}
+        assert [each.in_flight for each in client._link.engines] == [0, 0]
 
 
 async def test_a_request_is_given_to_each_engine_once_at_most() -> None:
@@ -188,10 +189,10 @@ async def test_calls_without_any_engine_name_the_deaths_until_engines_are_back()
         await end(serving, 1)
         await end(serving, 0)
         for attempt in (lambda: client.submit(ask("x")), lambda: client.call("add", 1)):
-            with pytest.raises(EngineDead, match=r"no engine is left: engine 1 .*; engine 0 ") as caught:
+            with pytest.raises(EngineDead, match=r"no engine is left: engine 0 .*; engine 1 ") as caught:
                 result = attempt()
                 await result  # type: ignore[misc]
-            assert caught.value.engine == 0
+            assert caught.value.engine == 1
         waiting = asyncio.create_task(client.wait_until_ready(30))
         place = get_engine_client_zmq_addr(True, "")
         async with EngineStartupCoordinator(place, [CoreEngine(0), CoreEngine(1)], client.addresses) as startup:
@@ -288,19 +289,25 @@ def manager_of(processes: list[Elsewhere]) -> Any:
 async def test_an_exit_that_is_known_late_is_no_second_death(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioshm.engine.client.liveness.NAME_WITHIN_S", 0.01)
     deaths: list[EngineDead] = []
-    link: Any = SimpleNamespace(lose=lambda _: None, die=deaths.append)
+    engines = Engines([1, 2])
+    link: Any = SimpleNamespace(die=deaths.append, engines=engines, heartbeats=SimpleNamespace(forget=lambda _: None))
     liveness = Liveness(link)
+
+    def connected(connection: int) -> None:
+        liveness.replaced(engines[1], connection)
+        engines[1].register({}, connection, "10.0.0.6", None)
+
     first, second, third, other = processes = [Elsewhere(*each) for each in ((1, 1), (1, 2), (1, 3), (2, 4))]
     try:
         liveness.watch(manager_of([first, other]), ())
-        liveness.connected(1, 10, "10.0.0.6")
+        connected(10)
         liveness.disconnected(10)
         await until(lambda: deaths)
         first.end()
         other.end()
         await until(lambda: len(deaths) == 2)
         liveness.watch(manager_of([second]), ())
-        liveness.connected(1, 11, "10.0.0.6")
+        connected(11)
         second.end()
         await until(lambda: len(deaths) == 3)
         liveness.watch(manager_of([third]), ())  # dies before it has connected

@@ -25,7 +25,7 @@ async def test_hundreds_of_requests_at_once_are_spread_and_complete() -> None:
         client = serving.client
         streams = {str(number): client.submit(ask(str(number), 5)) for number in range(300)}
         endless = {f"endless {number}": client.submit(ask(f"endless {number}", None)) for number in range(100)}
-        sent = [list(client._link.engines.balance.in_flight.values())]
+        sent = [[each.in_flight for each in client._link.engines]]
 
         async def leave(stream: Any) -> None:
             async for _ in stream:

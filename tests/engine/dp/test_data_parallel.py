@@ -68,10 +68,10 @@ async def test_requests_are_served_wave_after_wave(kv_cache_usage: bool) -> None
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(await DPCoordinator.start(3, kv_cache_usage=kv_cache_usage))
         serving = await stack.enter_async_context(served(*ranks, addresses=coordinated(coordinator)))
-        balance = serving.client._link.engines.balance
+        engines = serving.client._link.engines
         for number in range(6):  # each to one engine, while all are paused
             # Counts are published late: the counts of the last request would change the choice.
-            await until(lambda: balance._published == {0: 0, 1: 0, 2: 0})
+            await until(lambda: engines.published and not any(each.load for each in engines))
             async with asyncio.timeout(20):
                 outputs = await collected(serving.client.submit(ask(f"r{number}")))
             assert [output["token"] for output in outputs] == [0, 1, 2]
@@ -106,7 +106,8 @@ async def test_keys_admit_engines_and_clients_over_tcp() -> None:
         for number in range(4):  # each to one engine, while both are paused
             async with asyncio.timeout(20):
                 assert len(await collected(serving.client.submit(ask(f"r{number}")))) == 3
-        await until(lambda: serving.client._link.engines.balance._published == {0: 0, 1: 0})
+        engines = serving.client._link.engines
+        await until(lambda: engines.published and not any(each.load for each in engines))
         await until(lambda: serving.client._link.wave > 0)
         told = CoordinatorAddresses(coordinator.get_stats_publish_address(), *coordinator.get_engine_socket_addresses())
         assert all(address.startswith("tcp://") for address in told)
@@ -133,15 +134,15 @@ async def test_requests_go_where_the_cache_is_emptier() -> None:
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(await DPCoordinator.start(2))
         serving = await stack.enter_async_context(served(full, empty, addresses=coordinated(coordinator)))
-        balance = serving.client._link.engines.balance
+        engines = serving.client._link.engines
         for _ in range(2):
             fuller = int(empty.usage > full.usage)
-            await until(lambda: balance._usage == {0: int(10 * full.usage), 1: int(10 * empty.usage)})
+            await until(lambda: [each.usage for each in engines] == [int(10 * full.usage), int(10 * empty.usage)])
             for number in range(4):  # one by one: the counts stay equal
                 stream = serving.client.submit(ask(f"{fuller} {number}"))
                 assert stream.engine == 1 - fuller
                 await collected(stream)
-                await until(lambda: balance._published == {0: 0, 1: 0})
+                await until(lambda: not any(each.load for each in engines))
             full.usage = 0.2
             empty.usage = 0.8
             await serving.client.call("report")  # an engine that does nothing tells nothing

@@ -202,60 +202,17 @@ REFUSED: list[tuple[CoreEngineState, list[bytes], str]] = [
 ]
 
 
-def again(frames: list[bytes], process: str = "one") -> list[bytes]:
-    return [encode({**decode(frames[0]), "process": process, "again": True})]
-
-
-class TestRepetitions:
-    """A connection broke, and the engine sends HELLO over the next connection."""
-
-    @pytest.mark.parametrize("first", [hello(), hello(process="one"), again(hello())])
-    def test_repeated_hello_gets_the_same_init(self, first: list[bytes]) -> None:
-        front = front_end(CoreEngine(0))
-        init = front.receive(b"\0\0", first)
-        for _ in range(2):
-            assert front.receive(b"\0\0", again(hello())) == init
-            assert front.engines[0].state is CONNECTED
-        assert front.hello[0] == {"status": "HELLO", "local": True}
-
-    def test_another_process_is_refused(self) -> None:
-        front = at(CONNECTED)
-        front.receive(b"\x01\0", again(hello()))
-        for message, text in ((again(hello(), "two"), "HELLO came again"), (ready(process="two"), "READY came")):
-            with pytest.raises(HandshakeError, match=f"{text} from another process.*two engines the same rank"):
-                front.receive(b"\x01\0", message)
-
-    def test_successor_of_a_dead_engine_is_no_other_process(self) -> None:
-        front = at(CONNECTED)
-        front.receive(b"\x01\0", again(hello()))
-        front.forget(1)
-        assert front.receive(b"\x01\0", again(hello(), "two")) is not None
-        front.receive(b"\x01\0", ready(process="two"))
-        assert front.engines[1].state is READY
-
-    def test_hello_of_a_successor_waits_for_the_death_of_its_predecessor(self) -> None:
-        front = at(READY)
-        front.allow_restarts()
-        early = hello(process="two")
-        assert front.receive(b"\x01\0", early) is None
-        assert front.engines[1].state is READY
-        assert front.expect(1) == early
-        assert front.engines[1].state is NEW
-        assert not front.complete
-        assert front.receive(b"\x01\0", early) is not None
-        assert front.expect(1) is None
-
-    def test_engine_marks_a_repeated_hello_and_names_its_process(self) -> None:
-        plain = EngineHandshake(0)
-        named = EngineHandshake(0, named=True)
-        assert plain.hello() == HELLO_LATER
-        hello = {"status": "HELLO", "local": True, "headless": False}
-        assert decode(plain.again) == {**hello, "process": decode(plain.again)["process"], "again": True}
-        name = decode(named.hello())["process"]
-        assert name not in ("", decode(plain.again)["process"])
-        assert decode(named.again) == {**hello, "process": name, "again": True}
-        plain.receive([INIT_0_33])
-        assert plain.ready() == READY_0_33
+def test_hello_of_a_successor_waits_for_the_death_of_its_predecessor() -> None:
+    front = at(READY)
+    front.allow_restarts()
+    early = hello()
+    assert front.receive(b"\x01\0", early) is None
+    assert front.engines[1].state is READY
+    assert front.expect(1) == early
+    assert front.engines[1].state is NEW
+    assert not front.complete
+    assert front.receive(b"\x01\0", early) is not None
+    assert front.expect(1) is None
 
 
 class TestRefusals:

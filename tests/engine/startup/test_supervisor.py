@@ -158,16 +158,16 @@ async def test_an_engine_that_does_not_finish_is_waited_for_as_long_as_said() ->
 async def test_killed_coordinator_is_found_again() -> None:
     async with EngineSupervisor(serve, 2, restart=MANY) as supervisor:
         launch = supervisor.launch
-        balance = supervisor.client._link.engines.balance
+        engines = supervisor.client._link.engines
         assert launch.coordinator is not None
         victim = launch.coordinator.proc
         stop(victim.pid or 0)
         await until(lambda: launch.coordinator and launch.coordinator.proc is not victim)
-        balance._published = {}
+        engines.published = False
 
         async def counted() -> bool:
             await collected(supervisor.client.submit(ask("a", 2)))
-            return bool(balance._published)
+            return engines.published
 
         await until(counted)
 
@@ -281,8 +281,8 @@ async def test_restarted_coordinator_knows_the_engines_of_other_hosts() -> None:
         victim.kill()
         await until(lambda: coordinator.proc is not victim)
         published: list[int] = []
-        balance = second.client._link.engines.balance
-        balance.update = lambda counts: published.append(len(counts))  # type: ignore[method-assign]
+        engines = second.client._link.engines
+        engines.update = lambda counts: published.append(len(counts))  # type: ignore[method-assign]
         await until(lambda: published)
         assert set(published) == {2}
         with pytest.raises(RoleError, match="scaled where all of them are this process'"):

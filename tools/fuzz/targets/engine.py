@@ -53,7 +53,7 @@ def handshake(data: bytes) -> None:
         if attempt(HandshakeError, front.receive, sender, frames) is None:
             after = [each.state for each in front.engines.values()]
             assert sum(one is not other for one, other in zip(before, after, strict=True)) <= 1
-        attempt(ValueError, engines.register, sender, frames)
+        attempt(ValueError, engines.read_registration, sender, frames)
         attempt(HandshakeError, engine.receive, frames)
     assert front.num_gpu_blocks is None or front.num_gpu_blocks >= 0
     assert front.complete == (not [each for each in front.engines.values() if each.index not in front.ready])
