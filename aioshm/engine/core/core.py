@@ -15,10 +15,9 @@ import msgspec
 from aioshm.arguments import check_int, check_plain, shown
 from aioshm.config import Options
 from aioshm.engine.core.calls import Call, Calls, call_of
-from aioshm.engine.core.pause import Owner, Pause
-from aioshm.engine.core.sockets import COORDINATOR, MAX_PENDING_BYTES, CoreSockets, SocketSettings
+from aioshm.engine.core.sockets import COORDINATOR, MAX_PENDING_BYTES, CoreSockets, FrontEnd, SocketSettings
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata, EngineZmqAddresses
-from aioshm.engine.protocol.control import NO_ORDER, NOTICE_ID, PAUSE, order_of
+from aioshm.engine.protocol.control import NO_ORDER, NOTICE_ID, PAUSE, PauseOrder, order_of
 from aioshm.engine.protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequestType,
@@ -57,6 +56,13 @@ _START_DP_WAVE = EngineCoreRequestType.START_DP_WAVE.value
 _UTILITY = EngineCoreRequestType.UTILITY.value
 
 _encode_plain = msgspec.msgpack.Encoder().encode
+
+
+class Owner(NamedTuple):
+    """The client of an open request, and the generation of this submission: an id may be submitted again."""
+
+    client: int
+    generation: int
 
 
 class _Batch(NamedTuple):
@@ -100,7 +106,9 @@ class EngineCore:
         self._arrived = asyncio.Event()
         self._owners: dict[str, Owner] = {}  # by open request
         self._calls = Calls(engine, self)
-        self._pause = Pause()
+        self._order: PauseOrder = NO_ORDER  # the newest order to pause or to resume
+        self._unanswered: list[tuple[int, int]] = []  # orders: clients and call ids
+        self._held: list[tuple[Owner, str, Any]] = []  # requests of a pause with their ids, in the order of arrival
         self._fields: dict[str, Any] = {}  # of READY
         self._counts: Any = None
         self._lockstep: Lockstep | None = None
@@ -111,7 +119,7 @@ class EngineCore:
 
     async def initialize(self, metadata: EngineHandshakeMetadata, awaiting: Callable[[], object]) -> dict[str, Any]:
         """Initialise the engine, and return the fields of READY; call ``awaiting`` before awaiting it."""
-        self._pause.order = getattr(metadata, "pause", NO_ORDER)
+        self._order = getattr(metadata, "pause", NO_ORDER)
         result = self._engine.initialize(metadata)
         if inspect.isawaitable(result):
             awaiting()
@@ -132,8 +140,8 @@ class EngineCore:
 
     def _registration(self) -> bytes:
         fields = self._fields
-        if self._pause.order.version:
-            fields = {**fields, PAUSE: self._pause.order}
+        if self._order.version:
+            fields = {**fields, PAUSE: self._order}
         return _encode_plain(fields) if fields else b""
 
     async def run(self) -> None:
@@ -151,7 +159,7 @@ class EngineCore:
             busy = await self._step()
             if self._lockstep is not None:
                 # An engine that is to keep its requests votes for the end of the wave: all stop at the same step.
-                votes = bool(self._owners) and self._pause.order.mode != "keep"
+                votes = bool(self._owners) and self._order.mode != "keep"
                 self._progress.enter(WAITING)
                 unfinished = await _awaited(engine.has_unfinished_dp(votes))
                 self._progress.enter(BUSY)
@@ -196,8 +204,8 @@ class EngineCore:
     def _has_work(self) -> bool:
         if self._lockstep is not None and self._lockstep.running:
             return True  # also while it pauses: other engines may need it until all of them pause
-        if self._pause.on:
-            return self._pause.order.mode == "finish" and bool(self._owners)
+        if self._order.mode:
+            return self._order.mode == "finish" and bool(self._owners)
         if self._owners:
             return True
         has_work = getattr(self._engine, "has_work", None)
@@ -217,10 +225,10 @@ class EngineCore:
 
     async def _handle(self, client: int, frames: list[Frame]) -> None:
         if not frames:  # the client is gone
-            self._pause.lose(client)
+            self._held = [each for each in self._held if each[0].client != client]
+            self._unanswered = [each for each in self._unanswered if each[0] != client]
             requests = [each for each, owner in self._owners.items() if owner.client == client]
-            if self._sockets is not None:
-                self._sockets.log_loss(client, len(requests))
+            self._front_end(client).log_loss(len(requests))
             await self._drop(requests)
             return
         kind = frames[0]
@@ -256,9 +264,9 @@ class EngineCore:
             self._refuse(sender, request_id, str(error))
             return
         if sender.generation:
-            self._note_client(client)
-        if self._pause.on and self._owners.get(request_id) != sender:  # else another part of an open request
-            self._pause.held.append((sender, request_id, request))
+            self._front_end(client).accept()
+        if self._order.mode and self._owners.get(request_id) != sender:  # else another part of an open request
+            self._held.append((sender, request_id, request))
         else:
             await self._admit(sender, request_id, request)
 
@@ -294,7 +302,8 @@ class EngineCore:
         if not isinstance(ids, list):
             raise CodecError(f"an abort of {type(ids).__qualname__}")
         named = dict.fromkeys(each for each in ids if isinstance(each, str))
-        held = self._pause.drop(client, set(named))
+        held = {request_id for owner, request_id, _ in self._held if owner.client == client and request_id in named}
+        self._held = [each for each in self._held if each[0].client != client or each[1] not in held]
         its_own = [each for each in named if each in self._owners and self._owners[each].client == client]
         if its_own or held:
             await self._drop(its_own)
@@ -310,12 +319,9 @@ class EngineCore:
         except Exception:
             logger.exception("engine %d could not abort %s", self.index, request_ids)
 
-    def _note_client(self, client: int) -> None:
-        """Note that a client is aioshm's: only those send generations, and orders to pause."""
-        if client not in self._pause.clients:
-            self._pause.clients.add(client)
-            assert self._sockets is not None
-            self._sockets.accept_heartbeats(client)
+    def _front_end(self, client: int) -> FrontEnd:
+        assert self._sockets is not None
+        return self._sockets.front_ends[client]
 
     def _start_wave(self, kind: Frame, payload: list[Frame]) -> None:
         if kind != _START_DP_WAVE:
@@ -324,7 +330,7 @@ class EngineCore:
             start = msgspec.convert(self._decode(payload), StartWave)
         except ValueError as error:
             raise CodecError(f"no wave: {error}") from None
-        if self._pause.on:  # a paused engine holds the request that has started the wave, and the others need it
+        if self._order.mode:  # a paused engine holds the request that has started the wave, and the others need it
             start = start._replace(exclude=None)
         if self._lockstep is not None:
             self._lockstep.start(start)
@@ -333,20 +339,20 @@ class EngineCore:
 
     async def _obey(self, client: int, call: Call) -> None:
         """Pause or resume, unless a newer order is in force; the answer comes when no step is taken any more."""
-        pause = self._pause
         try:
             order = order_of(call.args)
         except ValueError as error:
             raise CodecError(f"no order to pause: {error}") from None
-        self._note_client(client)
-        pause.unanswered.append((client, call.call_id))
-        if order <= pause.order:
+        self._front_end(client).accept()
+        self._unanswered.append((client, call.call_id))
+        if order <= self._order:
             return
-        pause.order = order
+        self._order = order
         assert self._sockets is not None
         self._sockets.registration = self._registration()
-        for each in pause.clients:
-            self.answer(each, UtilityOutput(NOTICE_ID, None, (None, order)))
+        for front_end in self._sockets.front_ends:
+            if front_end.is_aioshms:
+                self.answer(front_end.client, UtilityOutput(NOTICE_ID, None, (None, order)))
         if order.mode == "abort":
             owners = self._owners.copy()
             await self._drop(list(owners))
@@ -355,8 +361,8 @@ class EngineCore:
                     self._refuse(owner, request_id, "aborted: the engines were paused")
             return
         if not order.mode:
-            released = pause.held
-            pause.held = []
+            released = self._held
+            self._held = []
             for held in released:
                 await self._admit(*held)
         if order.mode != "keep" and self._owners and self._lockstep is not None:
@@ -364,10 +370,10 @@ class EngineCore:
 
     def _answer_orders(self) -> None:
         """Answer all orders, if no step is to be taken or the engine is not paused."""
-        if self._pause.unanswered and not (self._pause.on and self._has_work()):
-            for client, call_id in self._pause.unanswered:
-                self.answer(client, UtilityOutput(call_id, None, (None, self._pause.order)))
-            self._pause.unanswered.clear()
+        if self._unanswered and not (self._order.mode and self._has_work()):
+            for client, call_id in self._unanswered:
+                self.answer(client, UtilityOutput(call_id, None, (None, self._order)))
+            self._unanswered.clear()
 
     # Sending
 
@@ -397,7 +403,7 @@ class EngineCore:
 
     def _send_batch(self, client: int, batch: _Batch) -> None:
         outputs, generations, finished = batch
-        if client in self._pause.clients:
+        if self._front_end(client).is_aioshms:
             self._send(client, MarkedOutputs(self.index, outputs, finished_requests=finished, generations=generations))
         else:
             self._send(client, EngineCoreOutputs(self.index, outputs, finished_requests=finished or None))

@@ -6,10 +6,10 @@ import asyncio
 import inspect
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import zmq
 
@@ -152,7 +152,7 @@ async def run_engine_core(
         if not own.is_watched:
             watches.enter_context(SelfWatch(f"engine {index}", stall_warning_s))
         if not own.is_watched or not chosen.local:
-            watches.enter_context(_Heartbeats(sockets.beat))
+            watches.enter_context(_heartbeats(sockets.beat))
         return fields
 
     try:
@@ -341,33 +341,32 @@ class _FrontEnd:
         self._failure = text
 
 
-class _Heartbeats:
-    """Calls ``beat`` on the running loop, inside the block: every second, and when `progress.expect` begins or ends.
+@contextmanager
+def _heartbeats(beat: Callable[[], None]) -> Iterator[None]:
+    """Call ``beat`` on the running loop every second, and when `progress.expect` begins or ends in any thread.
 
     ZeroMQ sends in a thread of its own, so a heartbeat leaves although a step blocks the loop next.
     """
+    loop = asyncio.get_running_loop()
+    thread = threading.get_ident()
+    timer = loop.call_later(HEARTBEAT_S, lambda: tick())
 
-    def __init__(self, beat: Callable[[], None]) -> None:
-        self._beat = beat
+    def tick() -> None:
+        nonlocal timer
+        timer = loop.call_later(HEARTBEAT_S, tick)
+        beat()
 
-    def __enter__(self) -> Self:
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
-        progress.own().on_expect.add(self._expectation_changed)
-        self._tick()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        progress.own().on_expect.discard(self._expectation_changed)
-        self._timer.cancel()
-
-    def _tick(self) -> None:
-        self._timer = self._loop.call_later(HEARTBEAT_S, self._tick)
-        self._beat()
-
-    def _expectation_changed(self) -> None:
-        if threading.get_ident() == self._thread:
-            self._beat()
+    def expectation_changed() -> None:
+        if threading.get_ident() == thread:
+            beat()
             return
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._beat)
+            loop.call_soon_threadsafe(beat)
+
+    beat()
+    progress.own().on_expect.add(expectation_changed)
+    try:
+        yield
+    finally:
+        progress.own().on_expect.discard(expectation_changed)
+        timer.cancel()

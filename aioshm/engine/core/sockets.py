@@ -1,4 +1,4 @@
-"""An engine's sockets to its front ends and to the coordinator."""
+"""An engine's sockets: a DEALER and a PUSH to each front end, an XSUB and a PUSH to the coordinator."""
 
 from __future__ import annotations
 
@@ -63,33 +63,56 @@ class SocketSettings:
     max_pending_bytes: int
 
 
-class _Output:
-    """The PUSH socket to one front end, and the messages that ZeroMQ has no room for.
+class FrontEnd:
+    """The connection to one client: a DEALER for requests, a PUSH for outputs, and the outputs that have to wait.
 
-    With a monitor, a lost connection is reported: ZeroMQ connects again, and has lost the messages on their way.
+    A client is gone when the connection of its DEALER ends. Over TCP also the PUSH has a monitor: ZeroMQ connects again
+    after a lost connection, and has lost the messages on their way.
     """
 
-    def __init__(self, address: str, socket: Socket, monitor: Monitor | None, on_lost: Callable[[], None]) -> None:
-        self.address = address
-        self._monitor = monitor
-        self._on_lost = on_lost
-        self._connected = False
-        self._watch: Pump | None = None
-        if monitor is not None:
-            self._watch = Pump(asyncio.get_running_loop(), monitor.pair, partial(self._read_monitor, monitor))
-        self.socket = socket
-        self.pending: deque[tuple[int, list[bytes]]] = deque()  # counted size and frames of each message
-        self.pending_bytes = 0
-        self._pump: Pump | None = None
+    def __init__(self, sockets: CoreSockets, client: int, input_address: str, output_address: str) -> None:
+        self.client: int = client
+        self.pending: deque[tuple[int, list[bytes]]] = deque()  # outputs without room in ZeroMQ, each with its size
+        self._has_keys = sockets.has_keys_at(input_address)
+        self.is_aioshms: bool = self._has_keys  # gets generations, notices and heartbeats
+        self._sockets = sockets
+        self._input_address = input_address
+        self._output_address = output_address
+        self._pending_bytes = 0
+        self._gone = False
+        self._dropped = 0  # messages since the client is gone
+        self._pumps: list[Pump] = []
+        self._requests: Pump | None = None
+        self._dealer = sockets.open(zmq.DEALER, input_address)
+        self._monitor = sockets.monitor(self._dealer)
+        attach(self._dealer, input_address, bind=False)
+        self._open_output()
+
+    def register(self, payload: bytes) -> None:
+        """Send the registration, and read from now on."""
+        loop = asyncio.get_running_loop()
+        self._dealer.send(payload, zmq.NOBLOCK)
+        self._requests = Pump.of_messages(loop, self._dealer, self._take, partial(with_views, self._dealer))
+        self._pumps = [self._requests, Pump(loop, self._monitor.pair, self.look)]
+
+    def pause(self) -> None:
+        """Read no more, and send waiting outputs no more."""
+        for pump in (*self._pumps, *self._output_pumps):
+            pump.pause()
+
+    # Outputs
 
     def send(self, frames: list[Frame], counts: bool) -> None:
-        """Send a message, or keep a copy until ZeroMQ has room."""
+        """Send a message, or keep a copy until ZeroMQ has room; drop a message to a client that is gone."""
+        if self._gone:
+            self._dropped += 1
+            return
         if not self.pending:
             try:
                 if len(frames) == 1:
-                    self.socket.send(frames[0], zmq.NOBLOCK)
+                    self.output.send(frames[0], zmq.NOBLOCK)
                 else:
-                    self.socket.send_multipart(frames, zmq.NOBLOCK)
+                    self.output.send_multipart(frames, zmq.NOBLOCK)
                 return
             except zmq.Again:
                 pass
@@ -98,61 +121,138 @@ class _Output:
         if counts:
             size = sum(map(len, copies))
         self.pending.append((size, copies))
-        self.pending_bytes += size
-        if self._pump is None:
-            self._pump = Pump(asyncio.get_running_loop(), self.socket, self.send_pending)
-        self._pump.resume()
+        self._pending_bytes += size
+        self._waiting.resume()
+        if self._pending_bytes > self._sockets.settings.max_pending_bytes and len(self.pending) > 1:
+            self._drop()
 
     def send_pending(self) -> None:
         """Send as many of the kept messages as ZeroMQ has room for."""
-        while self.pending and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+        while self.pending and int(self.output.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
             size, frames = self.pending.popleft()
-            self.pending_bytes -= size
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
-        if not self.pending and self._pump is not None:
-            self._pump.pause()
+            self._pending_bytes -= size
+            self.output.send_multipart(frames, zmq.NOBLOCK)
+        if not self.pending:
+            self._waiting.pause()
 
-    def _read_monitor(self, monitor: Monitor) -> None:
-        for kind, *_ in monitor.events():
-            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._connected = True
-            elif kind == zmq.EVENT_DISCONNECTED and self._connected:
-                self._on_lost()
-                return
+    def _open_output(self) -> None:
+        self.output = self._sockets.open(zmq.PUSH, self._output_address)
+        self._output_monitor: Monitor | None = None
+        if over_tcp([self._output_address]):
+            self._output_monitor = self._sockets.monitor(self.output)
+        attach(self.output, self._output_address, bind=False)
+        loop = asyncio.get_running_loop()
+        self._waiting = Pump(loop, self.output, self.send_pending)
+        self._output_pumps = [self._waiting]
+        if self._output_monitor is not None:
+            watch = partial(self._read_output_monitor, self._output_monitor)
+            self._output_pumps.append(Pump(loop, self._output_monitor.pair, watch))
 
-    def pause(self) -> None:
-        for pump in (self._pump, self._watch):
-            if pump is not None:
-                pump.pause()
-
-    def close(self) -> None:
-        """Drop every message, and close the socket."""
-        self.pause()
+    def _close_output(self) -> None:
+        for pump in self._output_pumps:
+            pump.pause()
         self.pending.clear()
-        self.close_monitor()
-        self.socket.close(linger=0)
+        self._pending_bytes = 0
+        if self._output_monitor is not None:
+            self._output_monitor.close()
+        self.output.close(linger=0)
 
-    def close_monitor(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
+    def _read_output_monitor(self, monitor: Monitor) -> None:
+        monitor.read()
+        if monitor.handshakes > monitor.connections:
+            self._disconnect()
 
+    # Heartbeats
 
-class _FrontEnd:
-    """The connection to one client: a DEALER with its monitor, and an output."""
+    def accept(self) -> None:
+        """Note that the client is aioshm's."""
+        if not self.is_aioshms and not self._gone:
+            self.is_aioshms = True
+            self.beat()
 
-    def __init__(
-        self, client: int, address: str, dealer: Socket, monitor: Monitor, output: _Output, *, has_keys: bool
-    ) -> None:
-        self.client = client
-        self.address = address
-        self.dealer = dealer
-        self.monitor = monitor
-        self.output = output
-        self.gone = False
-        self.dropped = 0  # messages since the client is gone
-        self.requests: Pump | None = None
-        self.has_keys = has_keys
-        self.takes_heartbeats = has_keys  # clients with keys are certainly aioshm's
+    def beat(self) -> None:
+        """Send a heartbeat to a client of aioshm's."""
+        if self._sockets.beating and self.is_aioshms and not self._gone:
+            sample = progress.own().read()
+            beat = Heartbeat(sample.phase, sample.steps, sample.turned_ns, sample.expected_s, sample.requests)
+            with suppress(zmq.Again):
+                self._dealer.send(encode_heartbeat(beat), zmq.NOBLOCK)
+            self._look_for_requests()
+
+    # Connections
+
+    def _take(self, frames: list[Frame]) -> None:
+        if not self._gone:  # else sent before the connection ended, and read afterwards
+            self._sockets.on_message(self.client, frames)
+
+    def look(self) -> None:
+        """Read the monitor: the client may be gone, or back."""
+        full = False  # whether the DEALER may be full of heartbeats for a front end that was stopped
+        for kind, *_ in self._monitor.events():
+            if kind == zmq.EVENT_DISCONNECTED and not self._gone:
+                full = self.is_aioshms and not self._has_keys
+                self._lose()
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._gone and not full:
+                self._gone = False
+                logger.info("client %d is back; %d messages found it gone", self.client, self._dropped)
+                self._open_output()
+                self._dealer.send(self._sockets.registration, zmq.NOBLOCK)
+                self._look_for_requests()
+                self.beat()
+        if full:
+            self._connect_anew()
+
+    def _look_for_requests(self) -> None:
+        if self._requests is not None:
+            self._requests.run_soon()  # a send may clear the event of a waiting message
+
+    def _lose(self) -> None:
+        """Drop the pending outputs, and abort the requests."""
+        self._gone = True
+        self.is_aioshms = self._has_keys
+        self._close_output()
+        self._sockets.on_message(self.client, [])
+
+    def log_loss(self, requests: int) -> None:
+        """Log that a front end on another host is gone; `_drop` logs one on this host."""
+        if requests and over_tcp([self._input_address]):
+            logger.warning(
+                "engine %d lost front end %d (%s): its connection ended or was silent; its %d requests are aborted",
+                self._sockets.settings.index,
+                self.client,
+                self._output_address,
+                requests,
+            )
+
+    def _drop(self) -> None:
+        """Disconnect a client that has stopped reading; the client notices when it runs again, and can come back."""
+        logger.warning(
+            "engine %d dropped front end %d (%s), which has stopped reading: %d bytes of outputs wait for it, and"
+            " max_pending_bytes is %d; its requests are aborted",
+            self._sockets.settings.index,
+            self.client,
+            self._output_address,
+            self._pending_bytes,
+            self._sockets.settings.max_pending_bytes,
+        )
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        """Give up a client whose outputs are lost: the end of its connection is how the client notices."""
+        self._lose()
+        self._connect_anew()
+
+    def _connect_anew(self) -> None:
+        """Connect again to a client that is gone, without unsent messages."""
+        self._dealer.disconnect(self._input_address)
+        if over_tcp([self._input_address]) and not self._has_keys:
+            asyncio.get_running_loop().call_later(RECONNECT_S, self._connect_again)
+        else:
+            self._connect_again()
+
+    def _connect_again(self) -> None:
+        if not self._sockets.closed:
+            attach(self._dealer, self._input_address, bind=False)
 
 
 class CoreSockets:
@@ -170,28 +270,32 @@ class CoreSockets:
     ) -> None:
         if len(addresses.inputs) != len(addresses.outputs):
             raise ValueError(f"addresses must have as many inputs as outputs, and have {addresses}")
-        self._on_message = on_message
-        self._settings = settings
+        self.on_message = on_message
+        self.settings: SocketSettings = settings
+        self.closed: bool = False
+        self.registration: bytes = b""
+        self.beating: bool = False
         self._credentials: EngineCredentials | None = None
         everywhere = [*addresses.inputs, *addresses.outputs, addresses.coordinator_input, addresses.coordinator_output]
         if settings.keys is not False and over_tcp(everywhere):
             self._credentials = keys_for_engine(settings.index, settings.keys)
         self._sockets = Sockets()
-        self._pumps: list[Pump] = []
-        self._closed = False
-        self.registration: bytes = b""
-        self._front_ends: list[_FrontEnd] = []
-        self._beating = False
+        self.front_ends: list[FrontEnd] = []
         self.coordinated: bool = addresses.coordinator_input is not None and addresses.coordinator_output is not None
+        self._orders: Pump | None = None  # of the coordinator
         self._coordinator_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             for client, both in enumerate(zip(addresses.inputs, addresses.outputs, strict=True)):
-                self._front_ends.append(self._open_front_end(client, *both))
+                self.front_ends.append(FrontEnd(self, client, *both))
             if addresses.coordinator_input is not None and addresses.coordinator_output is not None:
-                self._subscription = self._open(zmq.XSUB, addresses.coordinator_input, to_coordinator=True)
-                self._reports = self._open(zmq.PUSH, addresses.coordinator_output, to_coordinator=True)
+                self._subscription = self.open(zmq.XSUB, addresses.coordinator_input)
+                self._reports = self.open(zmq.PUSH, addresses.coordinator_output, to_coordinator=True)
+                attach(self._subscription, addresses.coordinator_input, bind=False)
+                attach(self._reports, addresses.coordinator_output, bind=False)
         except BaseException:
-            self._close(0)
+            for front_end in self.front_ends:
+                front_end.pause()
+            self._sockets.close()
             raise
 
     async def register(self, payload: bytes) -> None:
@@ -202,132 +306,73 @@ class CoreSockets:
         self.registration = payload
         if self.coordinated:
             self._subscription.send(SUBSCRIBE_TO_ALL, zmq.NOBLOCK)
-        for front_end in self._front_ends:
-            front_end.dealer.send(payload, zmq.NOBLOCK)
-            front_end.requests = self._pump(front_end.dealer, partial(self._take, front_end))
-        loop = asyncio.get_running_loop()
-        for front_end in self._front_ends:
-            self._pumps.append(Pump(loop, front_end.monitor.pair, partial(self._read_monitor, front_end)))
+        for front_end in self.front_ends:
+            front_end.register(payload)
         if self.coordinated:
-            self._pump(self._subscription, self._take_from_coordinator)
+            receive = partial(with_views, self._subscription)
+            loop = asyncio.get_running_loop()
+            self._orders = Pump.of_messages(loop, self._subscription, self._take_from_coordinator, receive)
             await self._coordinator_ready
 
     def send(self, client: int, frames: list[Frame], *, counts: bool = True) -> None:
         """Send a message to a client, or to the coordinator; a message to a client that is gone is dropped."""
         if client == COORDINATOR:
             self._reports.send_multipart(frames, zmq.NOBLOCK)
-            return
-        front_end = self._front_ends[client]
-        if front_end.gone:
-            front_end.dropped += 1
-            return
-        output = front_end.output
-        output.send(frames, counts)
-        if output.pending_bytes > self._settings.max_pending_bytes and len(output.pending) > 1:
-            self._drop(front_end)
-
-    def log_loss(self, client: int, requests: int) -> None:
-        """Log that a front end on another host is gone; `_drop` logs one on this host."""
-        front_end = self._front_ends[client]
-        if requests and over_tcp([front_end.address]):
-            logger.warning(
-                "engine %d lost front end %d (%s): its connection ended or was silent; its %d requests are aborted",
-                self._settings.index,
-                client,
-                front_end.output.address,
-                requests,
-            )
+        else:
+            self.front_ends[client].send(frames, counts)
 
     def beat(self) -> None:
         """Send a heartbeat to each front end that is known to be aioshm's."""
-        self._beating = True
-        if not self._closed:
-            for front_end in self._front_ends:
-                self._read_monitor(front_end)
-                self._beat(front_end)
-
-    def accept_heartbeats(self, client: int) -> None:
-        """Note that a client is aioshm's."""
-        front_end = self._front_ends[client]
-        if not front_end.takes_heartbeats and not front_end.gone:
-            front_end.takes_heartbeats = True
-            self._beat(front_end)
-
-    def _beat(self, front_end: _FrontEnd) -> None:
-        if self._beating and front_end.takes_heartbeats and not front_end.gone:
-            sample = progress.own().read()
-            beat = Heartbeat(sample.phase, sample.steps, sample.turned_ns, sample.expected_s, sample.requests)
-            with suppress(zmq.Again):
-                front_end.dealer.send(encode_heartbeat(beat), zmq.NOBLOCK)
-            self._look_for_requests(front_end)
+        self.beating = True
+        if not self.closed:
+            for front_end in self.front_ends:
+                front_end.look()
+                front_end.beat()
 
     def send_dead(self) -> None:
         """Report to every client that this engine ends."""
-        for front_end in self._front_ends:
-            self.send(front_end.client, [ENGINE_CORE_DEAD])
+        for front_end in self.front_ends:
+            front_end.send([ENGINE_CORE_DEAD], counts=True)
 
     async def aclose(self) -> None:
         """Close the sockets once all messages have left. Idempotent; continues in a thread when cancelled."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
-        for pump in self._pumps:
-            pump.pause()
-        for front_end in self._front_ends:
-            front_end.output.pause()
+        self.closed = True
+        for front_end in self.front_ends:
+            front_end.pause()
+        if self._orders is not None:
+            self._orders.pause()
         self._coordinator_ready.cancel()
         await give_back(self._flush)
 
     def _flush(self) -> None:
         """Send the remaining messages, within `LINGER_MS`, and close the sockets."""
         deadline = time.monotonic() + LINGER_MS / 1000
-        outputs = [front_end.output for front_end in self._front_ends]
         poller = zmq.Poller()
-        while waiting := [output for output in outputs if output.pending]:
-            for output in outputs:
-                poller.register(output.socket, zmq.POLLOUT * (output in waiting))
+        while waiting := [each for each in self.front_ends if each.pending]:
+            for each in self.front_ends:
+                poller.register(each.output, zmq.POLLOUT * (each in waiting))
             if not poller.poll(max(0, int((deadline - time.monotonic()) * 1000))):
                 break
-            for output in waiting:
-                output.send_pending()
-        self._close(max(0, int((deadline - time.monotonic()) * 1000)))
-
-    def _close(self, linger_ms: int) -> None:
-        for front_end in self._front_ends:
-            front_end.monitor.close()
-            front_end.output.close_monitor()
-        self._sockets.close(linger_ms)
+            for each in waiting:
+                each.send_pending()
+        self._sockets.close(max(0, int((deadline - time.monotonic()) * 1000)))
 
     # Opening
 
-    def _open_front_end(self, client: int, input_address: str, output_address: str) -> _FrontEnd:
-        dealer = self._open(zmq.DEALER, input_address)
-        monitor = Monitor(dealer)
-        try:
-            self._sockets.add(monitor.pair)
-            attach(dealer, input_address, bind=False)
-            output = self._open_output(client, output_address)
-            has_keys = self._credentials is not None and over_tcp([input_address])
-            return _FrontEnd(client, input_address, dealer, monitor, output, has_keys=has_keys)
-        except BaseException:
-            monitor.close()
-            raise
+    def has_keys_at(self, address: str) -> bool:
+        """Return whether the peer at an address has keys, and so is certainly aioshm's."""
+        return self._credentials is not None and over_tcp([address])
 
-    def _open_output(self, client: int, address: str) -> _Output:
-        socket = self._open(zmq.PUSH, address)
-        monitor: Monitor | None = None
-        if over_tcp([address]):
-            monitor = Monitor(socket)
-            self._sockets.add(monitor.pair)
-        return _Output(address, socket, monitor, lambda: self._disconnect(self._front_ends[client]))
-
-    def _open(self, kind: int, address: str, *, to_coordinator: bool = False) -> Socket:
-        """Open a socket; a DEALER is not connected yet, so that a monitor can be attached before."""
-        settings = self._settings
-        credentials = self._credentials if over_tcp([address]) else None
+    def open(self, kind: int, address: str, *, to_coordinator: bool = False) -> Socket:
+        """Open a socket, to be connected later."""
+        settings = self.settings
         curve: CurveKeys | None = None
-        if credentials is not None:
-            curve = credentials.to_coordinator() if to_coordinator else credentials.to_front_end()
+        if self._credentials is not None and over_tcp([address]):
+            curve = self._credentials.to_front_end()
+            if kind == zmq.XSUB or to_coordinator:
+                curve = self._credentials.to_coordinator()
         hwm = _UNBOUNDED
         # Over TCP heartbeats detect a stopped front end, and a slow network is no reason to drop a front end.
         if kind == zmq.PUSH and not to_coordinator and not over_tcp([address]):
@@ -346,83 +391,22 @@ class CoreSockets:
         )
         limit_frames(socket, settings.max_bytes)
         if kind == zmq.DEALER:
-            name = identity(settings.index) if credentials is None else credentials.name
+            name = identity(settings.index)
+            if curve is not None and self._credentials is not None:
+                name = self._credentials.name
             socket.setsockopt(zmq.ROUTING_ID, name)
             socket.setsockopt(zmq.SNDHWM, _HEARTBEATS_HWM)
-        else:
-            attach(socket, address, bind=False)
         return socket
 
-    # Events
-
-    def _pump(self, socket: Socket, handle: Callable[[list[Frame]], None]) -> Pump:
-        pump = Pump.of_messages(asyncio.get_running_loop(), socket, handle, partial(with_views, socket))
-        self._pumps.append(pump)
-        return pump
-
-    def _read_monitor(self, front_end: _FrontEnd) -> None:
-        full = False  # whether the DEALER may be full of heartbeats for a front end that was stopped
-        for kind, *_ in front_end.monitor.events():
-            if kind == zmq.EVENT_DISCONNECTED and not front_end.gone:
-                full = front_end.takes_heartbeats and not front_end.has_keys
-                self._lose(front_end)
-            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and front_end.gone and not full:
-                front_end.gone = False
-                logger.info("client %d is back; %d messages found it gone", front_end.client, front_end.dropped)
-                front_end.output = self._open_output(front_end.client, front_end.output.address)
-                front_end.dealer.send(self.registration, zmq.NOBLOCK)
-                self._look_for_requests(front_end)
-                self._beat(front_end)
-        if full:
-            self._connect_anew(front_end)
-
-    def _look_for_requests(self, front_end: _FrontEnd) -> None:
-        if front_end.requests is not None:
-            front_end.requests.run_soon()  # a send may clear the event of a waiting message
-
-    def _lose(self, front_end: _FrontEnd) -> None:
-        """Drop the pending outputs of a front end, and abort its requests."""
-        front_end.gone = True
-        front_end.takes_heartbeats = front_end.has_keys
-        front_end.output.close()
-        self._on_message(front_end.client, [])
-
-    def _drop(self, front_end: _FrontEnd) -> None:
-        """Disconnect a client that has stopped reading; the client notices when it runs again, and can come back."""
-        logger.warning(
-            "engine %d dropped front end %d (%s), which has stopped reading: %d bytes of outputs wait for it, and"
-            " max_pending_bytes is %d; its requests are aborted",
-            self._settings.index,
-            front_end.client,
-            front_end.output.address,
-            front_end.output.pending_bytes,
-            self._settings.max_pending_bytes,
-        )
-        self._disconnect(front_end)
-
-    def _disconnect(self, front_end: _FrontEnd) -> None:
-        """Give up a client whose outputs are lost: the end of its connection is how the client notices."""
-        self._lose(front_end)
-        self._connect_anew(front_end)
-
-    def _connect_anew(self, front_end: _FrontEnd) -> None:
-        """Connect again to a front end that is gone, without unsent messages."""
-        front_end.dealer.disconnect(front_end.address)
-        if over_tcp([front_end.address]) and self._credentials is None:
-            asyncio.get_running_loop().call_later(RECONNECT_S, self._connect_again, front_end)
-        else:
-            self._connect_again(front_end)
-
-    def _connect_again(self, front_end: _FrontEnd) -> None:
-        if not self._closed:
-            attach(front_end.dealer, front_end.address, bind=False)
+    def monitor(self, socket: Socket) -> Monitor:
+        """Monitor a socket that is not connected yet."""
+        monitor = Monitor(socket)
+        self._sockets.close_first(monitor.close)
+        self._sockets.add(monitor.pair)
+        return monitor
 
     def _take_from_coordinator(self, frames: list[Frame]) -> None:
         if frames != [COORDINATOR_READY]:
-            self._on_message(COORDINATOR, frames)
+            self.on_message(COORDINATOR, frames)
         elif not self._coordinator_ready.done():  # READY comes again whenever an engine has come
             self._coordinator_ready.set_result(None)
-
-    def _take(self, front_end: _FrontEnd, frames: list[Frame]) -> None:
-        if not front_end.gone:  # else sent before the connection ended, and read afterwards
-            self._on_message(front_end.client, frames)

@@ -12,7 +12,7 @@ and back, PUSH to PULL, an envelope, or a single frame `ENGINE_CORE_DEAD`. The n
 aioshm's clients and engines add one number to that: the generation of each submission, so that outputs of an aborted
 request are never taken for those of a later request with the same id. It is the last frame of an ADD (`mark`), which
 vLLM's engines ignore, and comes back in the ninth field of the envelope, which vLLM's front ends never get: an engine
-sends it only to clients that have sent it.
+sends it only to clients that have keys, or have sent it.
 
 An engine of aioshm that no process of its own host watches sends its progress to front ends, DEALER to ROUTER: every
 second, and when `progress.expect` begins or ends. Such a `Heartbeat` is one frame, an array with the marker
@@ -123,7 +123,7 @@ class EngineCoreOutputs(msgspec.Struct, Generic[Output], array_like=True, omit_d
 
 
 class MarkedOutputs(EngineCoreOutputs[Output], Generic[Output], array_like=True, gc=False):
-    """The envelope for a client that has sent generations."""
+    """The envelope for a client of aioshm's."""
 
     generations: list[int] | None = None
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from served_engine import Engine, Serving, ask, collected, served, until
 
-from aioshm.engine.core.pause import Pause
+from aioshm.engine.core.sockets import FrontEnd
 from aioshm.engine.protocol.control import PAUSE
 from aioshm.errors import RequestAborted
 
@@ -64,13 +64,8 @@ class TestHeld:
     async def test_request_of_a_client_that_is_gone_is_dropped(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = Engine()
         gone: list[int] = []
-        lose = Pause.lose
-
-        def lost(pause: Pause, client: int) -> None:  # nothing else shows that the engine has noticed
-            lose(pause, client)
-            gone.append(client)
-
-        monkeypatch.setattr(Pause, "lose", lost)
+        # Nothing else shows that the engine has noticed.
+        monkeypatch.setattr(FrontEnd, "log_loss", lambda front_end, _requests: gone.append(front_end.client))
         async with served(engine, n_clients=2) as serving:
             one, other = serving.clients
             await one.pause()
@@ -147,7 +142,7 @@ class TestOrders:
             outputs = []
             take = other._link.pending.take
 
-            def taken(frames: list[Any], sender: int | None = None) -> list[tuple[int, str]]:
+            def taken(frames: list[Any], sender: int | None = None) -> list[Any]:
                 outputs.extend(msgspec.msgpack.decode(frames[0])[1])
                 return take(frames, sender)
 
