@@ -95,9 +95,8 @@ async def test_request_of_a_restarted_front_end_replaces_that_of_its_life_before
         client = serving.client
         engine = serving.engines[0]
         former = mark([msgspec.msgpack.encode(ask("a", None))], 7)
-        client._link.send(
-            client._link.engines[0], b"\x00", former
-        )  # as if sent before a restart that the engine has not noticed
+        # As if sent before a restart that the engine has not noticed.
+        client._link.send(client._link.engines[0], b"\x00", former)
         await until(lambda: engine.given.get("a"))
         assert [output["token"] for output in await collected(client.submit(ask("a", 3)))] == [0, 1, 2]
         assert engine.aborted == ["a"]
