@@ -46,8 +46,7 @@ class _Plan(NamedTuple):
     runtime_env: Mapping[str, Any] | None
     timeout: float
     needs: EngineNeeds | None  # None: the placement groups were given
-    local_engine_count: int
-    all_local: bool
+    local_engine_count: int | None  # None: all engines are local
 
 
 class _Engine:
@@ -148,8 +147,8 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         else:
             self.max_engines = engine_count
         self.placement: Placement | None = check_placement(placement)
-        all_local = local_engine_count == engine_count
-        self._plan = _Plan(target_fn, args, kwargs, keys, runtime_env, timeout, needs, local_engine_count, all_local)
+        some = None if local_engine_count == engine_count else local_engine_count
+        self._plan = _Plan(target_fn, args, kwargs, keys, runtime_env, timeout, needs, some)
         for rank in range(engine_count):
             self._runtime_env(rank)
         cluster.connect(ray_options or {})
@@ -244,7 +243,8 @@ class CoreEngineActorManager(Closing, AsyncClosing):
 
     def is_local(self, rank: int) -> bool:
         """Return whether an engine runs on the node of this process."""
-        return self._plan.all_local or rank < self._plan.local_engine_count
+        some = self._plan.local_engine_count
+        return some is None or rank < some
 
     def _await_room(self, rank: int, engine: _Engine, needs: EngineNeeds, deadline: float) -> None:
         """Wait until the group of an engine is reserved, on a node that has not left the cluster."""
@@ -405,19 +405,17 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             EngineDead: An engine has raised, or its process died.
         """
         with ProcessWatch(manager=self) as watch:
-            while not self._closed and not all(actor.ended for actor in self.actors):
-                self._raise_if_one_failed()
+            while not self._closed:
+                for actor in self.actors:
+                    if actor.ended and actor.exitcode != 0:
+                        ended = "died"
+                        if actor.exitcode is not None:
+                            ended = f"exited with code {actor.exitcode}"
+                        raise EngineDead("\n".join([f"{actor} {ended}", *actor.last_words]))
+                if all(actor.ended for actor in self.actors):
+                    break
                 await watch.next()
-        self._raise_if_one_failed()
         return self.finished_procs()
-
-    def _raise_if_one_failed(self) -> None:
-        for actor in self.actors:
-            if actor.ended and actor.exitcode != 0 and not self._closed:
-                ended = "died"
-                if actor.exitcode is not None:
-                    ended = f"exited with code {actor.exitcode}"
-                raise EngineDead("\n".join([f"{actor} {ended}", *actor.last_words]))
 
     # Closing
 
