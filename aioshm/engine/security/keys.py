@@ -11,7 +11,8 @@ import multiprocessing
 import os
 import stat
 import threading
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TypeAlias
@@ -35,8 +36,7 @@ _MAX_FILE_BYTES = 1 << 16
 _ATTRIBUTE = "aioshm_engine_keys"  # of the process object that multiprocessing sends to a new process
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCredentials:
+class EngineCredentials(msgspec.Struct, frozen=True, tag="aioshm-engine-credentials"):
     """The keys of one engine for TCP; from `EngineKeys.for_engine`.
 
     Attributes:
@@ -83,8 +83,7 @@ class EngineCredentials:
         return f"<EngineCredentials of engine {self.rank}>"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class EngineKeys:
+class EngineKeys(msgspec.Struct, frozen=True, tag="aioshm-engine-keys"):
     """The keys of one deployment: its front ends, its coordinator and its engines.
 
     A program that starts everything needs none: the managers of processes and actors pass keys on. Engines that are
@@ -199,6 +198,7 @@ class EngineKeys:
 
 
 AnyKeys: TypeAlias = EngineKeys | EngineCredentials
+_decode: Callable[[bytes], AnyKeys] = msgspec.json.Decoder(EngineKeys | EngineCredentials).decode
 
 
 def _incarnated(rank: int, incarnation: int) -> bytes:
@@ -265,7 +265,7 @@ def as_attributes(keys: AnyKeys | None) -> dict[str, bytes]:
 
     As plain bytes: a process that needs no keys imports nothing for them.
     """
-    return {} if keys is None else {_ATTRIBUTE: _encode(keys)}
+    return {} if keys is None else {_ATTRIBUTE: msgspec.json.encode(keys)}
 
 
 def can_encrypt() -> bool:
@@ -284,27 +284,9 @@ def _checked(given: object) -> AnyKeys | None:
     return given
 
 
-class _File(msgspec.Struct, tag="aioshm-engine-keys", omit_defaults=True):
-    secret: bytes | None = None
-    engine: EngineCredentials | None = None
-
-
-def _encode(keys: AnyKeys) -> bytes:
-    if isinstance(keys, EngineKeys):
-        return msgspec.json.encode(_File(secret=keys.secret))
-    return msgspec.json.encode(_File(engine=keys))
-
-
-def _decode(text: bytes) -> AnyKeys:
-    file = msgspec.json.decode(text, type=_File)
-    if file.engine is not None:
-        return file.engine
-    return EngineKeys(file.secret or b"")
-
-
 def _write(path: str | os.PathLike[str], keys: AnyKeys) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE), "wb") as stream:
-        stream.write(_encode(keys) + b"\n")
+        stream.write(msgspec.json.encode(keys) + b"\n")
 
 
 def _read(path: str | os.PathLike[str]) -> AnyKeys:
@@ -315,5 +297,5 @@ def _read(path: str | os.PathLike[str]) -> AnyKeys:
         text = stream.read(_MAX_FILE_BYTES)
     try:
         return _decode(text)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except msgspec.MsgspecError as error:
         raise ValueError(f"{os.fspath(path)} holds no keys of engines: {error}") from None
