@@ -1,21 +1,4 @@
-"""Options, and the only place where ``AIOSHM_*`` environment variables are read.
-
-| variable                 | option            | meaning                                                              |
-|--------------------------|-------------------|----------------------------------------------------------------------|
-| `AIOSHM_BACKING`         | `backing`         | `memfd` (Linux) or `named`: what kind of shared memory holds the ring |
-| `AIOSHM_LIFELINE`        | `lifeline`        | `abstract` (Linux) or `directory`: where the lifeline socket is bound |
-| `AIOSHM_RUNTIME_DIR`     | `runtime_dir`     | the directory of names and socket files; also for `Options()`         |
-| `AIOSHM_OVERFLOW`        | `overflow`        | `segments` or `zmq`: carries messages that do not fit a chunk         |
-| `AIOSHM_WAIT`            | `wait`            | `adaptive`, `spin` or `park`                                          |
-| `AIOSHM_MAX_SPIN_CPU`    | `max_spin_cpu`    | share of a core to spend on spinning for periodic messages            |
-| `AIOSHM_STALL_WARNING_S` | `stall_warning_s` | seconds without progress before a report, and between reports         |
-| `AIOSHM_REMOTE_TIMEOUT_S` | `remote_timeout` | seconds of silence after which the peer of a connection is dead       |
-| `AIOSHM_NATIVE`          |                   | `0` runs the Python reference instead of the native core              |
-| `AIOSHM_ENGINE_READY_TIMEOUT_S` |            | seconds without progress after which a startup of engines has failed  |
-| `AIOSHM_ENGINE_KEYS`     |                   | the file with the keys of a front end, or of one engine               |
-| `AIOSHM_VLLM`            |                   | `1` replaces vLLM's queue by this one in vLLM's processes             |
-| `AIOSHM_USAGE_STATS`    |                   | the file for usage reports; unset: no reports                         |
-"""
+"""Options, and the only place where ``AIOSHM_*`` variables are read; docs/reference/environment.md lists them."""
 
 from __future__ import annotations
 

@@ -10,6 +10,5 @@ from aioshm.observe.scan import Watch as Watch
 from aioshm.observe.scan import find_queue as find_queue
 from aioshm.observe.scan import find_queues as find_queues
 from aioshm.observe.snapshot import QueueSnapshot as QueueSnapshot
-from aioshm.observe.snapshot import Scan as Scan
 from aioshm.observe.suspects import Suspect as Suspect
 from aioshm.observe.suspects import who as who

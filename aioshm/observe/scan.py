@@ -15,7 +15,7 @@ from time import monotonic, monotonic_ns
 from typing import Self
 
 from aioshm.errors import AioshmError, HandleError
-from aioshm.observe.snapshot import QueueSnapshot, Scan, snapshot_of, with_rates
+from aioshm.observe.snapshot import QueueSnapshot, snapshot_of, with_rates
 from aioshm.process.proc import PROC, ProcessInfo, check_proc, process_info
 from aioshm.ring.header import read_header, read_layout
 from aioshm.ring.layout import PID, PREAMBLE, WRITER_LINE, Layout
@@ -170,14 +170,14 @@ def find_rings() -> tuple[list[RingFile], int]:
     return rings, skipped
 
 
-def find_queues() -> Scan:
-    """Return this user's queues on this host, and the number of unreadable processes.
+def find_queues() -> tuple[QueueSnapshot, ...]:
+    """Return this user's queues on this host, sorted by name, then by id.
 
     Raises:
         NoProc: There is no ``/proc``.
     """
     with Watch() as watch:
-        return Scan(watch.look(), watch.skipped)
+        return watch.look()
 
 
 def find_queue(key: str) -> QueueSnapshot:
@@ -187,7 +187,7 @@ def find_queue(key: str) -> QueueSnapshot:
         NoProc: There is no ``/proc``.
         QueueNotFound: No queue, or more than one, matches; the text lists all queues.
     """
-    return chosen(key, find_queues().queues)
+    return chosen(key, find_queues())
 
 
 def chosen(key: str, queues: Iterable[QueueSnapshot]) -> QueueSnapshot:

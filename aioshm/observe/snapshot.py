@@ -88,18 +88,6 @@ class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         return (self.writer, *self.readers)
 
 
-class Scan(msgspec.Struct, frozen=True):
-    """The result of `find_queues`.
-
-    Attributes:
-        queues: This user's queues, sorted by name, then by id.
-        skipped: The number of unreadable processes, such as those of other users.
-    """
-
-    queues: tuple[QueueSnapshot, ...]
-    skipped: int
-
-
 def snapshot_of(
     header: RingHeader,
     holders: Mapping[int, ProcessInfo],

@@ -23,7 +23,7 @@ from aioshm.ring.layout import Layout
 
 
 def ids() -> list[str]:
-    return [queue.header.queue_id for queue in find_queues().queues]
+    return [queue.header.queue_id for queue in find_queues()]
 
 
 @pytest.mark.parametrize("backing", ["memfd", "named"])

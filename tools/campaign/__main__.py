@@ -12,8 +12,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -143,16 +145,12 @@ class Campaign:
     def _processes(self) -> list[str]:
         """Return the processes that are left: in a namespace of one's own, all."""
         found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
-            try:
-                environ = (entry / "environ").read_bytes()
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if f"XDG_RUNTIME_DIR={self.sandbox.disk}".encode() in environ or (line and self.sandbox.whole):
-                found.append(f"process {entry.name}: {line[:100]}")
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                is_ours = process.environ().get("XDG_RUNTIME_DIR") == str(self.sandbox.disk)
+                line = " ".join(process.cmdline())
+                if process.pid != os.getpid() and (is_ours or (line and self.sandbox.whole)):
+                    found.append(f"process {process.pid}: {line[:100]}")
         return found
 
     def verdict(self) -> Verdict:
