@@ -331,14 +331,7 @@ class CallFailed(AioshmError, RuntimeError):
         self.method = method
 
 
-class _RequestError(AioshmError):
-    def __init__(self, *args: object, engine: int | None = None, request_id: str = "") -> None:
-        super().__init__(*args)
-        self.engine = engine
-        self.request_id = request_id
-
-
-class RequestFailed(_RequestError, RuntimeError):
+class RequestFailed(AioshmError, RuntimeError):
     """An engine refused a request, the last output says "error", or an output cannot be decoded; see the text.
 
     Attributes:
@@ -346,8 +339,13 @@ class RequestFailed(_RequestError, RuntimeError):
         request_id: The id of the request.
     """
 
+    def __init__(self, *args: object, engine: int | None = None, request_id: str = "") -> None:
+        super().__init__(*args)
+        self.engine = engine
+        self.request_id = request_id
 
-class RequestAborted(_RequestError):
+
+class RequestAborted(AioshmError):
     """A request was aborted before its last output: its stream was closed, or its id was aborted or submitted again.
 
     Also: the engines were paused with the mode ``"abort"``.
@@ -356,6 +354,11 @@ class RequestAborted(_RequestError):
         engine: The rank of the engine, or of the worker of the stream.
         request_id: The id of the request; for a worker's stream the name of the method.
     """
+
+    def __init__(self, *args: object, engine: int | None = None, request_id: str = "") -> None:
+        super().__init__(*args)
+        self.engine = engine
+        self.request_id = request_id
 
 
 class ProcessDied(AioshmError, RuntimeError):

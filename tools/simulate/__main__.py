@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
 
-from tools.simulate.bugs import BUGS, Bug, plant
+from tools.simulate.bugs import BUGS, Bug, hunt
 
 SEEDS = 10_000
 HUNTED_SEEDS = 1_000
 """So many seeds look for a planted bug, after the one that is known to find it."""
 _BATCH = 50
-ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:
@@ -31,10 +29,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
     parser.add_argument("--mutants", action="store_true", help="plant each bug, and say which seed finds it")
     parser.add_argument("--mutant", choices=[bug.name for bug in BUGS], action="append", help="plant this bug")
-    parser.add_argument("--hunt", choices=[bug.name for bug in BUGS], help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.hunt is not None:
-        return _hunt(next(bug for bug in BUGS if bug.name == given.hunt), given.first, given.seeds)
     if given.mutants or given.mutant:
         bugs = [bug for bug in BUGS if not given.mutant or bug.name in given.mutant]
         return _mutants(bugs, given.first, HUNTED_SEEDS if given.seeds is None else given.seeds, given.jobs)
@@ -92,38 +87,15 @@ def _some(first: int, count: int) -> tuple[Counter[str], dict[int, str]]:
 def _mutants(bugs: list[Bug], first: int, seeds: int, jobs: int) -> int:
     began = time.monotonic()
     missed = 0
-    with ThreadPoolExecutor(jobs) as pool:
-        for bug, (seed, text) in zip(bugs, pool.map(lambda bug: _hunted(bug, first, seeds), bugs), strict=True):
+    fresh = multiprocessing.get_context("spawn")  # a bug is planted before its module is loaded
+    with ProcessPoolExecutor(jobs, fresh, max_tasks_per_child=1) as pool:
+        hunts = pool.map(hunt, bugs, itertools.repeat(first), itertools.repeat(seeds))
+        for bug, (seed, text) in zip(bugs, hunts, strict=True):
             missed += seed is None
             found = "NOT FOUND" if seed is None else f"seed {seed:>4}"
             print(f"{bug.name:<13} {found}  {bug.breaks}: {text}", flush=True)
     print(f"{len(bugs) - missed} of {len(bugs)} planted bugs found, in {time.monotonic() - began:.0f} s")
     return 1 if missed else 0
-
-
-def _hunted(bug: Bug, first: int, seeds: int) -> tuple[int | None, str]:
-    which = ["--first", str(first), "--seeds", str(seeds)]
-    command = [sys.executable, "-m", "tools.simulate", "--hunt", bug.name, *which]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return None, done.stderr[-300:]
-    seed, _, text = done.stdout.partition(" ")
-    return int(seed), text.strip()
-
-
-def _hunt(bug: Bug, first: int, seeds: int) -> int:
-    """Plant a bug, and say which seed finds it: only the part that runs its module is run, the same as in the whole."""
-    plant(bug)
-    from tools.simulate.one import prepare, run_seed
-
-    prepare()
-    known = [] if bug.seed is None or not seeds else [bug.seed]
-    for seed in itertools.chain(known, range(first, first + seeds)):
-        _, _, violation = run_seed(seed, only=bug.part)
-        if violation is not None:
-            print(seed, violation)
-            return 0
-    return 1
 
 
 if __name__ == "__main__":

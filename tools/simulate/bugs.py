@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -63,3 +64,17 @@ def plant(bug: Bug) -> None:
     """Load the bug's module, which this process has not loaded yet, with the bug in it."""
     assert bug.module not in sys.modules, f"{bug.module} is loaded"
     sys.meta_path.insert(0, _Finder(bug))
+
+
+def hunt(bug: Bug, first: int, seeds: int) -> tuple[int | None, str]:
+    """Plant a bug, and run the part that runs its module, as in the whole; return the seed that finds the bug."""
+    plant(bug)
+    from tools.simulate.one import prepare, run_seed
+
+    prepare()
+    known = [] if bug.seed is None or not seeds else [bug.seed]
+    for seed in itertools.chain(known, range(first, first + seeds)):
+        _, _, violation = run_seed(seed, only=bug.part)
+        if violation is not None:
+            return seed, str(violation)
+    return None, ""
