@@ -351,7 +351,7 @@ class EngineCore:
         assert self._sockets is not None
         self._sockets.registration = self._registration()
         for front_end in self._sockets.front_ends:
-            if front_end.is_aioshms:
+            if front_end.is_aioshm:
                 self.answer(front_end.client, UtilityOutput(NOTICE_ID, None, (None, order)))
         if order.mode == "abort":
             owners = self._owners.copy()
@@ -403,7 +403,7 @@ class EngineCore:
 
     def _send_batch(self, client: int, batch: _Batch) -> None:
         outputs, generations, finished = batch
-        if self._front_end(client).is_aioshms:
+        if self._front_end(client).is_aioshm:
             self._send(client, MarkedOutputs(self.index, outputs, finished_requests=finished, generations=generations))
         else:
             self._send(client, EngineCoreOutputs(self.index, outputs, finished_requests=finished or None))
