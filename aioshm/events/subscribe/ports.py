@@ -169,6 +169,10 @@ class LivePort:
         """Call ``callback`` if there may be a message or a connection event, again if it returns True."""
         self._pumps = [Pump(loop, self._sub, callback), Pump(loop, self.monitor.pair, callback)]
 
+    def run_soon(self) -> None:
+        """Call the callback in the next iteration of the loop."""
+        self._pumps[0].run_soon()
+
     def close(self) -> None:
         """Close the socket. Idempotent."""
         if self._sub.closed:

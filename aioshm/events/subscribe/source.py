@@ -78,7 +78,6 @@ class EventSource:
         self._settings = settings
         self._inbox = inbox
         self._state: Literal["running", "paused", "closed"] = "running"
-        self._again = False  # whether `_run_again` is scheduled
         self._timer = _Timer(loop, self._tick)
         self._check_at: float | None = None  # loop time of the next check; None while there is a request
         self._quiet_checks = 0  # checks since the last message
@@ -108,7 +107,7 @@ class EventSource:
         if self._state == "paused":
             self._state = "running"
             self._replay.resume()
-            self._run_soon()
+            self._port.run_soon()
 
     def close(self) -> None:
         """Close the sockets and drop undelivered batches. Idempotent."""
@@ -138,8 +137,7 @@ class EventSource:
         except Exception as error:
             self._fail(error)
             return False
-        if not self._again:
-            self._run()
+        self._run()
         return more
 
     def _run(self) -> None:
@@ -152,7 +150,7 @@ class EventSource:
                 if self._state != "running":
                     return
                 if time.perf_counter() > deadline:
-                    self._run_soon()
+                    self._port.run_soon()
                     return
             self._plan()
         except Exception as error:
@@ -162,15 +160,6 @@ class EventSource:
         """Close, and pass the error of a callback to the consumer, which would wait for ever."""
         self.close()
         self._inbox.fail(error)
-
-    def _run_again(self) -> None:
-        self._again = False
-        self._run()
-
-    def _run_soon(self) -> None:
-        if not self._again:
-            self._again = True
-            self._loop.call_soon(self._run_again)
 
     # The passage of time
 
