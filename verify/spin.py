@@ -12,6 +12,7 @@ from pathlib import Path
 MODELS = Path(__file__).parent / "models"
 MEMORY_MB = 6000
 DEPTH = 2_000_000
+_INCOMPLETE = ("max search depth too small", "out of memory", "Search not completed")
 
 
 class SpinError(Exception):
@@ -41,19 +42,12 @@ def check(model: str, defines: str, limit_s: float = 300.0) -> Outcome:
         _run(["gcc", *flags, "-o", "pan", "pan.c"], folder, 120)
         text = _run(["./pan", f"-m{DEPTH}", "-w24"], folder, limit_s)
     found = re.search(r"errors: (\d+)", text)
-    if (
-        found is None
-        or "max search depth too small" in text
-        or "out of memory" in text
-        or "Search not completed" in text
-    ):
-        failed = found is not None and int(found[1]) > 0
-        if not failed:
-            raise SpinError(f"{model} {defines}: the search did not end:\n{text[-1000:]}")
-    assert found is not None
+    failed = found is not None and int(found[1]) > 0
+    if not failed and (found is None or any(words in text for words in _INCOMPLETE)):
+        raise SpinError(f"{model} {defines}: the search did not end:\n{text[-1000:]}")
     why = re.search(r"^pan:\d+: (.*)$", text, re.MULTILINE)
     return Outcome(
-        failed=int(found[1]) > 0,
+        failed=failed,
         why="" if why is None else why[1],
         states=int(float(_number(r"([\d.e+]+) states, stored", text))),
         depth=int(_number(r"depth reached (\d+)", text)),

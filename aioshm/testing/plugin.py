@@ -1,6 +1,6 @@
 """The pytest plugin: fixtures for tests of programs that use aioshm, on any plugin's event loops.
 
-Tests that use none of the fixtures import nothing of aioshm.
+Tests that use none of the fixtures import no queue.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from aioshm import testing
 
 if TYPE_CHECKING:
     from aioshm.queue.api import MessageQueue
@@ -38,25 +40,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             and "aioshm_clean" in item.fixturenames
             and inspect.iscoroutinefunction(item.obj)
         ):
-            from aioshm.testing.helpers import leaving_no_task
-
-            item.obj = leaving_no_task(item.obj)
+            item.obj = testing.leaving_no_task(item.obj)
 
 
 @pytest.fixture
 def aioshm_pair() -> Callable[..., AbstractAsyncContextManager[tuple[MessageQueue[Any], MessageQueue[Any]]]]:
     """Return `aioshm.testing.pair`, which opens a writer and its reader for a block."""
-    from aioshm.testing.helpers import pair
-
-    return pair
+    return testing.pair
 
 
 @pytest.fixture
 def aioshm_readers() -> Callable[..., AbstractAsyncContextManager[tuple[MessageQueue[Any], list[MessageQueue[Any]]]]]:
     """Return `aioshm.testing.readers`, which opens a writer and several readers for a block."""
-    from aioshm.testing.helpers import readers
-
-    return readers
+    return testing.readers
 
 
 @pytest.fixture
@@ -66,9 +62,7 @@ def aioshm_clean(request: pytest.FixtureRequest) -> Iterator[None]:
     For all tests: ``pytestmark = pytest.mark.usefixtures("aioshm_clean")`` in a module, or an autouse fixture in
     ``conftest.py`` that requests this fixture.
     """
-    from aioshm.testing.helpers import Leftovers
-
-    leftovers = Leftovers()
+    leftovers = testing.Leftovers()
     yield
     left = leftovers.wait(float(request.config.getini(CLEAN_TIMEOUT)))
     if left:

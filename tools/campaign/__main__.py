@@ -116,15 +116,15 @@ class Campaign:
         self.stage.closing = True
         first = [actor for actor in self.stage.actors if actor.name.endswith(("writer", "publisher"))]
         for group in (first, [actor for actor in self.stage.actors if actor not in first and actor.name != "links"]):
-            self._await_ends(group, tell=True)
+            self._await_ends(group)
             if group is first:
                 for _ in range(100):  # those that do not come again end by themselves
                     self._step()
-        self._await_ends(self.stage.actors, tell=True)
+        self._await_ends(self.stage.actors)
 
-    def _await_ends(self, group: list[Actor], *, tell: bool) -> None:
+    def _await_ends(self, group: list[Actor]) -> None:
         for actor in group:
-            if actor.pid and tell:
+            if actor.pid:
                 os.kill(actor.pid, signal.SIGTERM)
         deadline = time.monotonic() + END_S
         while any(actor.pid for actor in group) and time.monotonic() < deadline:
