@@ -28,47 +28,30 @@ NULL_GREETING = _GREETING + b"NULL".ljust(20, b"\0") + bytes(32)
 CURVE_GREETING = _GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
 
 
-def scan(sock: socket.socket) -> None:
-    """Connect and leave."""
-
-
-def garbage(sock: socket.socket) -> None:
-    """Send noise."""
-    sock.sendall(random.randbytes(random.choice([1, 10, 64, 1000, 100_000])))
-
-
-def http(sock: socket.socket) -> None:
-    """Take it for a web server."""
-    sock.sendall(b"GET / HTTP/1.1\r\nHost: example\r\n\r\n")
-
-
-def half_greeting(sock: socket.socket) -> None:
-    """Begin properly and go away."""
-    sock.sendall(NULL_GREETING[: random.randrange(1, 64)])
-
-
-def null_handshake(sock: socket.socket) -> None:
-    """Offer no security."""
-    sock.sendall(NULL_GREETING + b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB\x08Identity\x00\x00\x00\x00")
-
-
-def oversized(sock: socket.socket) -> None:
-    """Announce a frame of many exabytes."""
-    sock.sendall(NULL_GREETING + b"\x02" + (2**62).to_bytes(8, "big") + b"x" * 1000)
-
-
-def curve_garbage(sock: socket.socket) -> None:
-    """Pretend to have keys."""
-    sock.sendall(CURVE_GREETING + b"\x04\xc8\x05HELLO" + random.randbytes(194))
-
-
-def silent(sock: socket.socket) -> None:
-    """Connect and say nothing for a while."""
-    kept.append(sock)
-
+RAW: dict[str, Callable[[], bytes]] = {
+    "scan": bytes,  # connects and leaves
+    "garbage": lambda: random.randbytes(random.choice([1, 10, 64, 1000, 100_000])),
+    "http": lambda: b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",  # takes the port for a web server
+    "half_greeting": lambda: NULL_GREETING[: random.randrange(1, 64)],
+    "null_handshake": lambda: (  # offers no security
+        NULL_GREETING + b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB\x08Identity\x00\x00\x00\x00"
+    ),
+    "oversized": lambda: NULL_GREETING + b"\x02" + (2**62).to_bytes(8, "big") + b"x" * 1000,  # a frame of exabytes
+    "curve_garbage": lambda: CURVE_GREETING + b"\x04\xc8\x05HELLO" + random.randbytes(194),  # pretends to have keys
+    "silent": bytes,  # stays connected for a while
+}
+"""Ways to be a stranger, and the bytes that each sends."""
 
 kept: list[socket.socket] = []
-RAW = (scan, garbage, http, half_greeting, null_handshake, oversized, curve_garbage, silent)
+
+
+def speak(way: str, sock: socket.socket) -> None:
+    """Send the bytes of a way, and leave unless it is silent."""
+    sock.sendall(RAW[way]())
+    if way == "silent":
+        kept.append(sock)
+    else:
+        sock.close()
 
 
 @dataclass
@@ -85,18 +68,14 @@ class Attack:
         return now < self.ends or (self.made[way] <= self.at_least and now < self.ends + PATIENCE_S)
 
 
-def annoy(way: Callable[[socket.socket], None], port: tuple[str, int], attack: Attack) -> None:
+def annoy(way: str, port: tuple[str, int], attack: Attack) -> None:
     """Do it again and again."""
-    made = attack.made
-    while attack.goes_on(way.__name__):
+    while attack.goes_on(way):
         try:
-            sock = socket.create_connection(port, timeout=1)
-            way(sock)
-            if way is not silent:
-                sock.close()
-            made[way.__name__] += 1
+            speak(way, socket.create_connection(port, timeout=1))
+            attack.made[way] += 1
         except OSError:
-            made["refused"] += 1
+            attack.made["refused"] += 1
         time.sleep(1 / PER_SECOND)
 
 
@@ -136,7 +115,7 @@ def main() -> None:
     os.nice(19)
     seconds, at_least, *ports = sys.argv[1:]
     print("annoying", *ports, flush=True)
-    made = dict.fromkeys([*(way.__name__ for way in RAW), "zeromq", "received", "refused"], 0)
+    made = dict.fromkeys([*RAW, "zeromq", "received", "refused"], 0)
     attack = Attack(time.monotonic() + float(seconds), int(at_least), made)
     threads = []
     for text in ports:

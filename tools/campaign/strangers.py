@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from tools.campaign.attackers import CURVE_GREETING, NULL_GREETING, RAW, kept
+from tools.campaign.attackers import CURVE_GREETING, NULL_GREETING, RAW, kept, speak
 from tools.campaign.stage import Actor, Part
 from tools.fuzz.targets import TARGETS
 
@@ -45,35 +45,34 @@ async def annoy(part: Part) -> None:
     seeds = [each for target in TARGETS.values() if target.name in _INPUTS for each in target.inputs()]
     heard: deque[bytes] = deque(maxlen=200)  # what was said to one is said to another
 
-    def speak(sock: socket.socket) -> None:
-        for _ in range(chance.randrange(1, 4)):
-            sock.sendall(chance.choice(seeds))
-
-    def speak_zmtp(sock: socket.socket) -> None:
-        sock.sendall(chance.choice((NULL_GREETING, CURVE_GREETING)) + chance.choice(seeds))
-
-    def say_again(sock: socket.socket) -> None:
+    def say_again(sock: socket.socket) -> bytes:
         with suppress(TimeoutError):
             heard.append(sock.recv(4096))
-        if heard:
-            sock.sendall(chance.choice(heard))
+        return chance.choice(heard or [b""])
 
-    ways: tuple[Callable[[socket.socket], None], ...] = (*RAW, speak, speak, speak_zmtp, say_again)
+    ways: dict[str, Callable[[socket.socket], bytes]] = {
+        "seeds": lambda _: b"".join(chance.choices(seeds, k=chance.randrange(1, 4))),
+        "seed": lambda _: chance.choice(seeds),
+        "zmtp": lambda _: chance.choice((NULL_GREETING, CURVE_GREETING)) + chance.choice(seeds),
+        "again": say_again,
+    }
     while not part.stopping.is_set() and not part.calm:
         await asyncio.sleep(chance.uniform(0, 2 / PER_SECOND))
         found = list(places())
         if not found:
             continue
         family, address = chance.choice(found)
-        way = chance.choice(ways)
+        way = chance.choice([*RAW, *ways])
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
             sock.settimeout(_TIMEOUT_S)
             sock.connect(address)
-            way(sock)
-            if way.__name__ != "silent":
+            if way in RAW:
+                speak(way, sock)
+            else:
+                sock.sendall(ways[way](sock))
                 sock.close()
-            done[way.__name__] += 1
+            done[way] += 1
         except OSError:
             done["refused"] += 1
         while len(kept) > KEPT_OPEN:

@@ -243,7 +243,7 @@ async def test_strangers_at_every_port_do_no_harm(
         made = ast.literal_eval(output.decode().splitlines()[-1])
         assert made["received"] == 0
         assert made["refused"] == 0
-        assert all(made[way.__name__] > int(10 * seconds) for way in RAW), made
+        assert all(made[way] > int(10 * seconds) for way in RAW), made
         assert made["zeromq"] > int(10 * seconds)
         assert number > 100 * seconds
         assert writer.stats().readers == 2
