@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import selectors
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -17,31 +17,16 @@ class Violation(Exception):
     """Something does not hold that must."""
 
 
-class _Selector(selectors.BaseSelector):
+class _Selector(selectors.SelectSelector):
     """Waits for nothing but time, which passes at once."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self._keys: dict[Any, selectors.SelectorKey] = {}
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        key = self._keys[fileobj] = selectors.SelectorKey(fileobj, 0, events, data)
-        return key
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._keys.pop(fileobj)
+    now = 1000.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise Violation("nothing will ever happen any more, and somebody waits")
         self.now += max(0.0, timeout)
         return []
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._keys
-
-    def get_key(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._keys[fileobj]
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
