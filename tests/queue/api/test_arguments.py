@@ -290,25 +290,6 @@ async def test_ranks_in_groups(value: Any) -> None:
         aioshm.in_the_same_node_as(alone(), value)
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("max_chunk_bytes", [*NO_COUNT, 0]),
-        ("max_chunks", [*NO_COUNT, 0]),
-        ("slots", [*(value for value in NO_COUNT if value is not None), 0]),
-        ("options", [5, NAN, TEXT]),
-        ("codec", [5, NAN, TEXT, None]),
-        ("connect_ip", [5, NAN, TEXT]),
-    ],
-)
-async def test_queues_of_groups(name: str, values: list[Any]) -> None:
-    for value in values:
-        arguments: dict[str, Any] = {"max_chunk_bytes": 100, "max_chunks": 2, name: value}
-        with pytest.raises((TypeError, ValueError), match=name) as caught:
-            await create_from_process_group_single_reader(alone(), **arguments)
-        assert type(caught.value) in (TypeError, ValueError)
-
-
 @bad([5, NAN, TEXT, NUMBERS, None])
 async def test_process_groups(value: Any) -> None:
     with refused("pg", value):

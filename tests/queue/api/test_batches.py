@@ -15,23 +15,6 @@ from slots import slot_of
 from aioshm import CodecError, CorruptSlot, MessageQueue, QueueClosed
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 
-CHUNK = 4096
-
-
-def _of_every_kind(number: int) -> Any:
-    """Return a message that travels in the ring, beside its main part, or in an overflow segment."""
-    if number % 7 == 3:
-        return number, bytes([number % 251]) * (CHUNK + 2000)  # overflow
-    if number % 5 == 2:
-        return number, np.full(500, number, np.int64)[:480].copy()  # does not fit either, but has a buffer
-    if number % 11 == 4:
-        return number, np.full(4100, number % 127, np.int8)  # a buffer beside the stream
-    return number, bytes([number % 251]) * (number % 50)
-
-
-def _same(got: Any, wanted: Any) -> bool:
-    return bool(got[0] == wanted[0] and np.array_equal(np.asarray(got[1]), np.asarray(wanted[1])))
-
 
 async def _drain(reader: MessageQueue, count: int, most: int = 100) -> list[Any]:
     received: list[Any] = []
@@ -95,22 +78,6 @@ async def test_batches_of_several_tasks_stay_together() -> None:
             assert received[:size] == [(task, expected[task], part) for part in range(size)], "a batch was torn apart"
             expected[task] += 1
             del received[:size]
-
-
-@pytest.mark.parametrize("chunk", [CHUNK, 8192])
-async def test_batches_of_every_kind_of_message(chunk: int) -> None:
-    async with attached(2, chunk=chunk, chunks=16) as (writer, readers):
-        sent = [_of_every_kind(number) for number in range(200)]
-
-        async def send() -> None:
-            for start in range(0, len(sent), 10):
-                await writer.enqueue_many(sent[start : start + 10], 10)
-
-        _, *received = await asyncio.gather(send(), *(_drain(reader, len(sent), 9) for reader in readers))
-        for log in received:
-            assert all(map(_same, log, sent))
-        assert writer.stats().overflows == readers[1].stats().overflows
-        assert bool(writer.stats().overflows) == (chunk == CHUNK)
 
 
 @pytest.mark.parametrize("bad", [0, 1, 3])

@@ -63,8 +63,16 @@ def test_other_processes() -> None:
 # Blocks
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, GeneratorExit, StopIteration, SystemExit])
-@pytest.mark.parametrize("block", ["lease", "acquire_read"])
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        ("lease", ZeroDivisionError),
+        ("lease", KeyboardInterrupt),
+        ("lease", StopIteration),
+        ("acquire_read", GeneratorExit),
+        ("acquire_read", SystemExit),
+    ],
+)
 def test_what_a_block_raises_is_not_changed(block: str, error: type[BaseException]) -> None:
     def read(reader: Any) -> None:
         mine = error("mine")

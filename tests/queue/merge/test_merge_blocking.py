@@ -15,8 +15,7 @@ from aioshm import CodecError, EndClosed, RoleError, blocking
 from aioshm.blocking import Merged, MessageQueue, merge
 
 
-@pytest.mark.parametrize("ready", [True, False])
-@pytest.mark.parametrize(("n_local", "n_remote"), [(3, 0), (2, 1), (0, 2)])
+@pytest.mark.parametrize(("n_local", "n_remote", "ready"), [(3, 0, True), (2, 1, False), (0, 2, True)])
 def test_everything_comes_in_each_queues_order(n_local: int, n_remote: int, ready: bool) -> None:
     def write(writer: MessageQueue) -> None:
         writer.wait_until_ready(20)

@@ -70,20 +70,6 @@ async def test_ipv6() -> None:
                 assert await reader.dequeue(5) == payload
 
 
-async def test_an_end_that_is_closed_inside_of_its_own_block() -> None:
-    async with ready_ends(0, 2) as (writer, readers):
-        await writer.enqueue(b"x" * 100_000)
-        async with readers[0].lease(5) as seen:
-            await readers[0].aclose()
-            assert seen == b"x" * 100_000
-        async with readers[1].acquire_read(5) as view:
-            await readers[1].aclose()
-            assert len(view) > 100_000
-        for reader in readers:
-            with pytest.raises(QueueClosed):
-                await reader.dequeue()
-
-
 async def test_writer_that_is_closed_reports_no_death_afterwards(caplog: pytest.LogCaptureFixture) -> None:
     writer = wide_writer(0, 2, remote_timeout=0.4)
     readers = [MessageQueue.create_from_handle(writer.export_handle(), rank) for rank in range(2)]
