@@ -65,7 +65,7 @@ class WorkerGroupStats(msgspec.Struct, frozen=True):
         name: The group's name.
         n_workers: The number of workers.
         standbys: How many standbys can take a rank immediately.
-        workers: The state of each; none before they are ready.
+        workers: The state of each.
         calls: The calls of all tasks.
         streams: The streams of all tasks.
     """

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from aioshm.arguments import check_timeout
 from aioshm.engine.workers.messages import (
     CALL,
     CANCEL,
@@ -15,21 +14,14 @@ from aioshm.engine.workers.messages import (
     FAILURE,
     ITEM,
     STREAM,
-    Channel,
     Message,
     Request,
     Undecodable,
     failure_of,
 )
+from aioshm.engine.workers.rank import Rank
 from aioshm.engine.workers.schedule import Call, Schedule
-from aioshm.errors import (
-    AioshmError,
-    PeerDied,
-    QueueClosed,
-    QueueEmpty,
-    QueueFull,
-    RequestAborted,
-)
+from aioshm.errors import AioshmError, PeerDied, QueueClosed, QueueEmpty, QueueFull, WorkerDied
 from aioshm.queue import MessageQueue, merge
 
 if TYPE_CHECKING:
@@ -46,12 +38,10 @@ class CallTable:
     def __init__(self, session: Session, broadcasts: MessageQueue) -> None:
         self._session = session
         self.broadcasts = broadcasts
-        self.schedule: Schedule = Schedule()
-        self.channels: dict[int, Channel] = {}  # of the present workers, by rank
-        self.absent: set[int] = set()  # ranks that wait for a replacement
+        self._ranks = session.ranks
+        self.schedule: Schedule = Schedule(session.ranks)
         self.lock: asyncio.Lock = asyncio.Lock()  # held by the present call of all workers
         self._all_present = asyncio.Event()
-        self._all_present.set()
         self._calls: dict[int, Call] = {}  # by number: sent, or being sent, and not answered yet
         self._number = 0
         self._last_broadcast = 0
@@ -70,31 +60,31 @@ class CallTable:
         try:
             async with self._within(timeout, call), self.lock:
                 await self.all_present()
-                ranks = range(self._session.n_workers)
-                await self._broadcast(call, request, ranks)
+                await self._broadcast(call, request)
                 await self._wait(call)
         finally:
             call.done = True  # later answers are dropped
         call.check()
-        return [call.results.get(rank) for rank in ranks]
+        return [result for _, result in sorted(call.results.items())]
 
-    async def _broadcast(self, call: Call, request: Request, ranks: Iterable[int]) -> None:
-        self._register(call, ranks)
-        self.schedule.broadcast_begins(ranks)
-        after = {rank: channel.n_requests for rank, channel in self.channels.items() if channel.n_requests}
+    async def _broadcast(self, call: Call, request: Request) -> None:
+        self._register(call, self._ranks)
+        self.schedule.broadcast_begins()
+        after = {rank: worker.n_requests for rank, worker in self._ranks.items() if worker.n_requests}
         try:
             await self.broadcasts.enqueue((CALL, call.number, 0, (*request[:-1], after)))
         except BaseException as error:  # no worker has seen it
             self._calls.pop(call.number, None)
             for rank in call.missing:
-                self.schedule.broadcast_ends(rank)
+                self.schedule.broadcast_ends(self._ranks[rank])
             if isinstance(error, PeerDied):
-                await self._session.lost(error.rank)
+                await self._session.lost(self._ranks[error.rank])
             raise
         call.sent = True
         self._last_broadcast = call.number
 
     async def all_present(self) -> None:
+        self._session.check()
         await self._all_present.wait()
         self._session.check()
 
@@ -135,29 +125,30 @@ class CallTable:
         while True:
             self._session.check()
             await self._get_turn(call)
-            if not self.schedule.holds(call):  # the assigned worker has died meanwhile
+            worker = call.worker
+            if worker is None or not call.assigned:  # the assigned process has died meanwhile
                 continue
-            assert call.slot is not None
-            rank = call.slot.rank
-            channel = self.channels[rank]
-            self._register(call, (rank,))
-            after = self._last_broadcast * (self._last_broadcast > channel.after)
-            message = (kind, call.number, after, tuple(request))
+            self._register(call, (worker.rank,))
+            after = self._last_broadcast * (self._last_broadcast > worker.after)
             try:
-                await channel.send(message)
-            except (PeerDied, QueueClosed):  # the worker is gone, and has not received the call
-                if channel is self.channels.get(rank):
-                    self._session.queue_ended(rank)
+                await worker.send((kind, call.number, after, tuple(request)))
+            except (PeerDied, QueueClosed):  # the process is gone, and has not received the call
+                if call.assigned:
+                    self._session.queue_ended(worker)
                     await self._wait(call)
                 continue
             except BaseException:  # its queue has had no room in time
                 self.abandon(call)
                 raise
             call.sent = True
+            if call.assigned:
+                worker.n_requests += 1
+            else:
+                call.fail(WorkerDied(worker.rank, worker.name, None, None, worker.cause))
             return
 
     async def _get_turn(self, call: Call) -> None:
-        if not (call.queued or self.schedule.holds(call)):  # else an earlier wait has timed out
+        if not (call.queued or call.assigned):  # else an earlier wait has timed out
             call.ready.clear()
             self.schedule.ask(call)
         await self._wait(call)
@@ -177,15 +168,15 @@ class CallTable:
             self.schedule.withdraw(call)
 
     def _post(self, call: Call, kind: int, value: Any = None) -> None:
-        channel = self.channels.get(-1 if call.rank is None else call.rank)
-        if channel is None or call.number not in self._calls:
+        worker = call.worker
+        if worker is None or not call.assigned or call.number not in self._calls:
             return
         message = (kind, call.number, 0, value)
         with suppress(AioshmError):  # the worker is gone: all its calls fail anyway
             try:
-                channel.requests.enqueue_nowait(message)
+                worker.requests.enqueue_nowait(message)
             except QueueFull:  # of calls that the worker has not read
-                self._spawn(channel.post(message))
+                self._spawn(worker.post(message))
 
     @asynccontextmanager
     async def _within(self, timeout: float | None, call: Call) -> AsyncIterator[None]:
@@ -199,24 +190,24 @@ class CallTable:
             if not scope.expired():
                 raise
             text = f"{call.method}: {self._missing_of(call)} within {timeout} s"
-            if self._session.replacer is not None and not call.sent:
-                text = ": ".join(filter(None, (text, self._session.replacer.describe_absent())))
+            if not call.sent:
+                text = ": ".join(filter(None, (text, self._session.describe_absent())))
             raise TimeoutError(text) from None
 
     def _missing_of(self, call: Call) -> str:
         """Name the workers that a call waits for."""
-        describe = self._session.processes.describe
         if call.of_all:
             if call.missing:
-                return f"no answer from {describe(sorted(call.missing))}"
-            if self.absent:
+                return f"no answer from {self._session.describe(call.missing)}"
+            if not self._all_present.is_set():
                 return "waits for the replacements of dead workers"
             return "waits for the calls before it"
         if call.rank is None:
-            return f"no idle worker: {describe(sorted(self.channels)) or 'all are being restarted'}"
-        if call.rank in self.channels:
-            return f"no answer from {describe([call.rank])}"
-        return f"no replacement of {describe([call.rank])}"
+            present = [rank for rank, worker in self._ranks.items() if worker.present]
+            return f"no idle worker: {self._session.describe(present) or 'all are being restarted'}"
+        if self._ranks[call.rank].present:
+            return f"no answer from {self._session.describe([call.rank])}"
+        return f"no replacement of {self._session.describe([call.rank])}"
 
     def _register(self, call: Call, ranks: Iterable[int]) -> None:
         self._number += 1
@@ -253,7 +244,7 @@ class CallTable:
     def _receive(self, rank: int, message: Any) -> None:
         """Deliver an answer, or an error of the queue or of one message."""
         if isinstance(message, AioshmError) and rank in self._answers.failed:
-            self._session.queue_ended(rank)
+            self._session.queue_ended(self._ranks[rank])
             return
         if isinstance(message, tuple):
             self._deliver(rank, message)
@@ -293,39 +284,39 @@ class CallTable:
         if not call.missing:
             del self._calls[call.number]
         if call.of_all:
-            self.schedule.broadcast_ends(rank)
+            self.schedule.broadcast_ends(self._ranks[rank])
         else:
             self.schedule.answered(call)
 
     # Workers come and go
 
-    def add(self, rank: int, requests: MessageQueue, replies: MessageQueue) -> None:
+    def add(self, worker: Rank, requests: MessageQueue, replies: MessageQueue) -> None:
         """Start to send calls to a worker that is ready."""
-        self.channels[rank] = Channel(requests, replies, self._last_broadcast)
-        self._answers.add(rank, replies)
+        worker.arrive(requests, replies, self._last_broadcast)
+        self._answers.add(worker.rank, replies)
         self._read_answers()
-        self.schedule.arrived(rank)
+        self.schedule.freed(worker)
+        self.note_presence()
 
-    def mark_absent(self, ranks: Iterable[int]) -> None:
-        self.absent.update(ranks)
-        if self.absent:
+    def note_presence(self) -> None:
+        """Let calls of all workers pass if all are present, or none will ever be."""
+        if self._session.failure is not None or all(worker.present for worker in self._ranks.values()):
+            self._all_present.set()
+        else:
             self._all_present.clear()
 
-    def mark_present(self, ranks: Iterable[int]) -> None:
-        self.absent.difference_update(ranks)
-        if not self.absent:
-            self._all_present.set()
-
-    def died(self, rank: int, failure: Callable[[], AioshmError]) -> None:
+    def died(self, worker: Rank, failure: AioshmError) -> None:
         """Fail calls in flight on a dead worker. Queued calls stay queued for its replacement."""
-        channel = self.channels.pop(rank, None)
-        if channel is not None:
+        rank = worker.rank
+        if worker.present:
+            worker.present = False
             self._answers.remove(rank)
             with suppress(AioshmError, QueueEmpty):
                 while True:  # answers from before the death are valid
-                    self._deliver(rank, channel.replies.dequeue_nowait())
-            self._spawn(channel.aclose())
-        self.schedule.gone(rank)
+                    self._deliver(rank, worker.replies.dequeue_nowait())
+            self._spawn(_close(worker.requests, worker.replies))
+        self.schedule.gone(worker)
+        self.note_presence()
         for call in [*self._calls.values()]:
             # A call of all fails even after the answer of the dead worker: other workers may wait for that worker.
             if not call.of_all and rank not in call.missing:
@@ -338,24 +329,16 @@ class CallTable:
             else:  # not sent yet: `_send` asks for a worker again
                 call.notify()
 
-    def forget(self, rank: int, failure: Callable[[], AioshmError]) -> None:
-        """Remove a worker for good, and fail its queued calls."""
-        self.died(rank, failure)
-        for call in self.schedule.forget(rank):
-            call.fail(failure)
-
-    async def drain(self, ranks: range) -> None:
-        """Send these workers no more calls for any idle worker, and wait until their present calls are done."""
-        for rank in ranks:
-            self.schedule.set_leaving(rank)
-        while not self.schedule.done(ranks):
+    async def drain(self, workers: Iterable[Rank]) -> None:
+        """Wait until the present calls of these workers are done."""
+        while not self.schedule.done(workers):
             await asyncio.sleep(DRAIN_POLL_S)
             self._session.check()
 
-    def end(self, failure: Callable[[], AioshmError]) -> None:
+    def end(self, failure: AioshmError) -> None:
         for call in [*self.schedule.waiting(), *self._calls.values()]:
             call.fail(failure)
-        self._all_present.set()
+        self.note_presence()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -364,10 +347,10 @@ class CallTable:
 
     async def aclose(self) -> None:
         """Close all queues; the workers end their calls and exit. Idempotent."""
-        channels = self.channels
-        self.channels = {}
-        for channel in channels.values():
-            self._spawn(channel.aclose())
+        for worker in self._ranks.values():
+            if worker.present:
+                worker.present = False
+                self._spawn(_close(worker.requests, worker.replies))
         try:
             await self._answers.aclose()
             while self._tasks:
@@ -376,82 +359,8 @@ class CallTable:
             await self.broadcasts.aclose()
 
 
-class WorkerStream(AsyncIterator[Any]):
-    """The items of a worker's generator, see `WorkerGroup.stream`.
-
-    After a timeout the iteration may continue. Leaving the loop, dropping the stream, `aclose`, and a cancellation
-    close the generator; iterating further raises `RequestAborted`.
-    """
-
-    def __init__(
-        self,
-        calls: CallTable,
-        call: Call,
-        request: Request,
-        timeout: float | None,
-        metering: AbstractContextManager[Any],
-    ) -> None:
-        self._calls = calls
-        self._call = call
-        self._request = request
-        self._timeout = timeout
-        self._metering = metering
-        self._count_item: Callable[[], None] | None = None  # None: before the beginning, and after the end
-        self._loop = asyncio.get_running_loop()
-        self._left = False
-        self._waiting = False
-
-    def __anext__(self) -> Coroutine[Any, Any, Any]:
-        return self.next(self._timeout)
-
-    async def next(self, timeout: float | None = None) -> Any:
-        """Wait for the next item; raises as the iteration does, see `WorkerGroup.stream`.
-
-        Args:
-            timeout: Seconds to wait; None waits for ever.
-        """
-        check_timeout("timeout", timeout)
-        call = self._call
-        if self._waiting:
-            raise RuntimeError(f"{call.method}: another task waits for an item of this stream")
-        if self._left:
-            raise self._aborted()
-        if self._count_item is None and not call.done:
-            self._count_item = self._metering.__enter__()
-        self._waiting = True
-        try:
-            item = await self._calls.next_item(call, self._request, timeout)
-        except TimeoutError:
-            raise
-        except BaseException as error:
-            self._end(None if isinstance(error, StopAsyncIteration) else error)
-            if self._left and not isinstance(error, asyncio.CancelledError):
-                raise self._aborted() from None
-            self._left = isinstance(error, asyncio.CancelledError)
-            raise
-        finally:
-            self._waiting = False
-        if self._count_item is not None:
-            self._count_item()
-        return item
-
-    def _aborted(self) -> RequestAborted:
-        call = self._call
-        text = f"{call.method}: the stream was left before its last item"
-        return RequestAborted(text, engine=call.rank, request_id=call.method)
-
-    def _end(self, error: BaseException | None) -> None:
-        self._calls.abandon(self._call)
-        if self._count_item is not None:
-            self._count_item = None
-            self._metering.__exit__(None if error is None else type(error), error, None)
-
-    async def aclose(self) -> None:
-        """Close the generator unless finished. Idempotent."""
-        self._left = self._left or not self._call.done or bool(self._call.items)
-        self._end(GeneratorExit())
-        self._call.notify()
-
-    def __del__(self) -> None:
-        if self._count_item is not None and asyncio._get_running_loop() is self._loop:
-            self._end(GeneratorExit())
+async def _close(requests: MessageQueue, replies: MessageQueue) -> None:
+    try:
+        await requests.aclose()
+    finally:
+        await replies.aclose()

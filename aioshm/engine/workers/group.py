@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from copy import copy
 from typing import Any, Self
 
 from aioshm.arguments import check_int, check_plain, check_seconds, check_timeout
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
 from aioshm.engine.stats import StreamMeter, WorkerGroupStats, meter_of, metered
-from aioshm.engine.workers.calls import WorkerStream
 from aioshm.engine.workers.messages import Request, method_name
 from aioshm.engine.workers.processes import Settings
 from aioshm.engine.workers.schedule import Call
 from aioshm.engine.workers.session import Session
+from aioshm.engine.workers.stream import WorkerStream
 from aioshm.engine.workers.worker import LoopFactory
 from aioshm.errors import AioshmError, EndClosed, QueueClosed, RoleError
 from aioshm.process.limits import naming_limits
@@ -144,14 +144,12 @@ class WorkerGroup(AsyncClosing):
     @property
     def n_workers(self) -> int:
         """How many workers there are."""
-        return self._session.n_workers
+        return len(self._session.ranks)
 
     @property
     def pids(self) -> list[int]:
         """The workers' process ids, by rank; none before they are started."""
-        if not self._session.is_open:
-            return []
-        return self._session.processes.pids
+        return [info.pid for info in self.workers if info.pid is not None]
 
     # Calls
 
@@ -322,15 +320,13 @@ class WorkerGroup(AsyncClosing):
 
     @property
     def workers(self) -> tuple[RankInfo, ...]:
-        """The workers, by rank; none before they are ready. A stalled worker has its line of Python in ``where``."""
+        """The workers, by rank. A stalled worker has its line of Python in ``where``."""
         return self._session.workers
 
     @property
     def standbys(self) -> int:
         """How many standbys can take a rank immediately."""
-        if self._session.replacer is None:
-            return 0
-        return self._session.replacer.standbys
+        return len(self._session.standbys.ready)
 
     def stats(self) -> WorkerGroupStats:
         """Return the counters of the group; from any thread."""
@@ -368,10 +364,9 @@ class WorkerGroup(AsyncClosing):
         if n_workers > most:
             raise ValueError(f"n_workers must be at most max_workers, which is {most}, not {n_workers}")
         check_placement(self._settings.placement, range(self.n_workers, n_workers))
-        replacer = self._session.replacer
-        if replacer is None:
+        if not self._session.replaces:
             raise RoleError("a group can be scaled if it has restart=Restart(...), and was entered")
-        await self._session.scale(n_workers, replacer)
+        await self._session.scale(n_workers)
 
     async def restart(self, rank: int, timeout: float | None = None) -> None:
         """Kill a worker, for example a stalled or stopped one, and wait until its replacement is ready.
@@ -395,10 +390,9 @@ class WorkerGroup(AsyncClosing):
         """
         self._check_rank("rank", rank)
         check_timeout("timeout", timeout)
-        replacer = self._entered().replacer
-        if replacer is None:
+        if not self._entered().replaces:
             raise RoleError("a worker can be restarted if the group has restart=Restart(...)")
-        await replacer.restart(rank, timeout)
+        await self._session.restart(rank, timeout)
 
     async def join_first(self) -> AioshmError | None:
         """Wait until a worker has exited, also while there are no calls; return the error of later calls.
@@ -407,11 +401,10 @@ class WorkerGroup(AsyncClosing):
         nothing.
         """
         await self._session.ended.wait()
-        assert self._session.failure is not None
-        error: AioshmError = self._session.failure()
+        error = self._session.failure
         if isinstance(error, QueueClosed):
             return None
-        return error
+        return copy(error)
 
     # Starting and closing
 
@@ -443,10 +436,9 @@ class WorkerGroup(AsyncClosing):
 
     async def _stop(self, patience: float) -> None:
         self._closed = True
-        closed = functools.partial(EndClosed, "the group of workers was closed")
         if self._session.is_open:
             self._session.processes.forget()
-        self._session.end(closed)
+        self._session.end(EndClosed("the group of workers was closed"))
         if self._session.is_open:
             await self._session.stop(patience)
 

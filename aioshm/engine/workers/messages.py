@@ -10,15 +10,12 @@ import struct
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from pickletools import genops
 from typing import Any, NamedTuple, TypeAlias
 
 from aioshm.codec import PickleCodec, cannot_decode
-from aioshm.errors import AioshmError, CodecError, QueueFull, RemoteFailure
-from aioshm.queue import MessageQueue
+from aioshm.errors import CodecError, RemoteFailure
 
 MAX_TEXT = 1 << 14
 """Characters of an exception's text, and of its traceback's end, that are sent."""
@@ -121,9 +118,7 @@ class ControlSocket:
 
     async def send(self, message: object) -> None:
         data = pickle.dumps(message)
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(self._socket, _LENGTH.pack(len(data)))
-        await loop.sock_sendall(self._socket, data)
+        await asyncio.get_running_loop().sock_sendall(self._socket, _LENGTH.pack(len(data)) + data)
 
     async def receive(self) -> Any:
         (length,) = _LENGTH.unpack(await self._receive(_LENGTH.size))
@@ -147,32 +142,3 @@ class ControlSocket:
                 loop.remove_reader(self._socket)
                 loop.remove_writer(self._socket)
             self._forgotten()
-
-
-@dataclass(slots=True)
-class Channel:
-    """The two queues of one worker process: for calls of this worker only, and for all of its answers."""
-
-    requests: MessageQueue
-    replies: MessageQueue
-    after: int  # the last call of all workers that was sent before this worker was ready
-    n_requests: int = 0  # calls sent over this channel
-
-    async def send(self, message: Message) -> None:
-        """Send a call; raises PeerDied or QueueClosed if the worker is gone and has not received the call."""
-        try:
-            self.requests.enqueue_nowait(message)  # no await if there is room: keeps the order with broadcasts
-        except QueueFull:
-            await self.requests.enqueue(message)
-        self.n_requests += 1
-
-    async def post(self, message: Message) -> None:
-        """Send a message that is no call, unless the worker is gone."""
-        with suppress(AioshmError):
-            await self.requests.enqueue(message)
-
-    async def aclose(self) -> None:
-        try:
-            await self.requests.aclose()
-        finally:
-            await self.replies.aclose()

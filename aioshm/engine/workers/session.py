@@ -5,26 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import AsyncExitStack, suppress
-from typing import Any, NoReturn, TypeVar
+from copy import copy
+from typing import Any, NoReturn
 
 import msgspec
 
 from aioshm.engine.workers.calls import CallTable
 from aioshm.engine.workers.messages import MessageCodec, method_name
 from aioshm.engine.workers.processes import Settings, WorkerProcess, WorkerProcesses
-from aioshm.engine.workers.replacement import Replacer
-from aioshm.errors import AioshmError, CodecError, EndClosed, RemoteFailure, WorkerError
-from aioshm.process.background import completed, in_thread
-from aioshm.process.restart import Life, RankInfo, Restart
+from aioshm.engine.workers.rank import Rank
+from aioshm.engine.workers.standbys import Standbys
+from aioshm.errors import AioshmError, CodecError, EndClosed, WorkerError
+from aioshm.process.background import completed, give_back, in_thread
+from aioshm.process.restart import ALIVE, RankInfo, Restart
 from aioshm.process.stalls import Watched
 from aioshm.queue import MessageQueue
 
-T = TypeVar("T")
-
 CODE_WITHIN_S = 1.0
 """How long a worker with a closed queue may take to exit. After that it is killed."""
+
+BY_REQUEST = "was killed by WorkerGroup.restart"
+"""The reason for the end of a process that `Session.restart` has ended."""
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -37,24 +40,31 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.n_workers: int = settings.n_workers
-        self.callable: int = settings.n_workers  # without workers that leave
-        self.failure: Callable[[], AioshmError] | None = None  # of every later call
+        self.failure: AioshmError | None = None  # of every later call
         self.ended: asyncio.Event = asyncio.Event()
         self.is_open: bool = False  # whether the processes and the calls exist
-        self.lives: dict[int, Life] = {}  # by rank; none before the workers are created
-        self.replacer: Replacer | None = None  # not without ``restart``, nor before the start
+        self.replaces: bool = False  # whether dead workers are replaced: with ``restart``, after the start
+        self.ranks: dict[int, Rank] = {}
+        self._add_ranks(settings.n_workers)
+        self.standbys: Standbys = Standbys(self, settings)
         self._tasks: set[asyncio.Task[None]] = set()
         self._watchers: set[asyncio.Queue[RankInfo | None]] = set()
-        self._own_options = msgspec.structs.replace(
-            settings.options, on_reader_death="raise", max_readers=None, slow_reader="block", prefault_bytes=0
-        )
         self._pickled = b""  # the call that creates a worker
+
+    def _add_ranks(self, n_workers: int) -> list[Rank]:
+        restart = self._settings.restart or Restart()
+        added = []
+        for rank in range(len(self.ranks), n_workers):
+            self.ranks[rank] = Rank(rank, f"{self._settings.name}_{rank}", restart, self.worker_changed)
+            added.append(self.ranks[rank])
+        return added
 
     def check(self) -> None:
         """Raise the error if the group has ended."""
         if self.failure is not None:
-            raise self.failure()
+            raise copy(self.failure)
+
+    # The start
 
     def open(self) -> None:
         """Create the queue of calls of all workers; processes are started later."""
@@ -83,82 +93,101 @@ class Session:
                 except Exception as error:
                     text = f"worker, args and kwargs cannot be pickled: {type(error).__name__}: {error}"
                     raise CodecError(text) from error
-                await self.processes.start_workers(self.n_workers)
+                for rank in self.ranks.values():
+                    rank.take_process(self.processes.start(rank.name, rank.rank))
+                    await asyncio.sleep(0)
                 await self._create_all()
         except TimeoutError:
             if not scope.expired():
                 raise
-            workers = self.processes.workers
-            ranks = range(self.n_workers)
-            late = [rank for rank in ranks if rank not in workers or not workers[rank].constructed]
+            late = [rank for rank, each in self.ranks.items() if each.process is None or not each.process.constructed]
             # Without late constructors: workers wait for each other to attach.
-            names = self.processes.describe(late or ranks)
+            names = self.describe(late or self.ranks)
             text = f"the start of the workers: no answer from {names} within {settings.ready_timeout} s"
             raise TimeoutError(text) from None
-        for rank, worker in self.processes.workers.items():
-            self.lives[rank] = Life(rank, settings.restart or Restart(), self.worker_changed, worker.pid)
-            self.processes.watch_progress(worker)
-        if settings.restart is None:
+        self.replaces = settings.restart is not None
+        if not self.replaces:
             self._pickled = b""
-        else:
-            self.replacer = Replacer(self, settings, settings.restart)
+        self.standbys.fill()
 
     async def _create_all(self) -> None:
-        workers = self.processes.workers
-        results = await _all(self._step(self.construct, worker) for worker in workers.values())
-        failures = {rank: failure for rank, failure in zip(workers, results, strict=True) if failure is not None}
+        ranks = self.ranks.values()
+        results = await _all(self._or_exit(rank, rank.construct(self._pickled)) for rank in ranks)
+        failures = {rank: failure for rank, failure in zip(self.ranks, results, strict=True) if failure is not None}
         if failures:
             raise WorkerError(method_name(self._settings.worker), failures)
         # Not earlier: a constructor may take long, and the queue would report its missing readers meanwhile.
         self.spawn(self._admit(), "aioshm-admits-workers")
-        await _all(self._step(self.connect, worker) for worker in workers.values())
+        await _all(self._or_exit(rank, self.connect(rank)) for rank in ranks)
 
-    async def _step(self, step: Callable[[WorkerProcess], Coroutine[Any, Any, T]], worker: WorkerProcess) -> T:
+    async def _or_exit(self, rank: Rank, step: Coroutine[Any, Any, Any]) -> Any:
         """Run a step of the start; raise the exit of a dead process."""
-        assert worker.rank is not None
         try:
-            return await step(worker)
+            return await step
         except AioshmError:  # some are an OSError, too
             raise
         except (EOFError, OSError):
-            await self.lost(worker.rank)
+            await self.lost(rank)
 
     async def _admit(self) -> None:
         """Let the first workers attach to the queue of calls of all workers."""
         with suppress(AioshmError):  # a worker has died: the process watch reports the exit
             await self.calls.broadcasts.wait_until_ready()
 
-    async def construct(self, worker: WorkerProcess) -> RemoteFailure | None:
-        """Create the object of a worker; return the exception of its constructor."""
-        await worker.handle()
-        await worker.control.send((worker.rank, self._pickled))
-        failure: RemoteFailure | None = await worker.control.receive()
-        worker.constructed = True
-        return failure
-
-    async def connect(self, worker: WorkerProcess) -> None:
+    async def connect(self, rank: Rank) -> None:
         """Open the queues of a worker that was constructed, and start to send calls to it."""
-        assert worker.rank is not None
-        options = self._own_options
+        process = rank.process
+        assert process is not None
+        options = msgspec.structs.replace(
+            self._settings.options, on_reader_death="raise", max_readers=None, slow_reader="block", prefault_bytes=0
+        )
         async with AsyncExitStack() as unused:
             requests = MessageQueue(1, 1, None, *self._settings.sizes, codec=MessageCodec(), options=options)
             unused.push_async_callback(requests.aclose)
-            await worker.control.send((self.calls.broadcasts.export_handle(), requests.export_handle()))
-            replies = MessageQueue.create_from_handle(await worker.handle(), 0, codec=MessageCodec(), options=options)
+            await process.control.send((self.calls.broadcasts.export_handle(), requests.export_handle()))
+            replies = MessageQueue.create_from_handle(await process.handle(), 0, codec=MessageCodec(), options=options)
             unused.push_async_callback(replies.aclose)
             admitting = asyncio.create_task(requests.wait_until_ready())
             try:
                 await replies.wait_until_ready()
-                await worker.control.receive()  # the worker has attached to both of its queues
+                await process.control.receive()  # the worker has attached to both of its queues
                 await admitting
             finally:
                 admitting.cancel()
-            if worker.exited.done():
+            if process.exited.done():
                 raise EOFError
             unused.pop_all()
-        self.calls.add(worker.rank, requests, replies)
+        self.calls.add(rank, requests, replies)
+        self.processes.progress.add(process.name, process.process)
 
-    # Changes of the workers
+    # The states of the workers
+
+    @property
+    def callable(self) -> int:
+        """The number of workers without those that leave."""
+        return sum(not rank.leaving for rank in self.ranks.values())
+
+    @property
+    def workers(self) -> tuple[RankInfo, ...]:
+        """The states of the workers, by rank."""
+        return tuple(rank.info for rank in self.ranks.values())
+
+    def describe(self, ranks: Iterable[int]) -> str:
+        """Name workers, with the state of workers that make no progress or cannot run."""
+        return ", ".join(self.ranks[rank].describe() for rank in sorted(ranks))
+
+    def describe_absent(self) -> str:
+        """Describe the deaths of absent workers, and the state of their replacements."""
+        texts = []
+        for info in self.workers:
+            if info.state not in ALIVE:
+                text = f"worker {info.rank} is {info.state}"
+                if info.cause:
+                    text = f"{info.cause}, and its replacement is {info.state}"
+                if info.state == "starting":
+                    text += f" (pid {info.pid})"
+                texts.append(text)
+        return "; ".join(texts)
 
     async def membership(self) -> AsyncIterator[RankInfo]:
         """Yield the changes of the workers from now on, until the group ends."""
@@ -171,55 +200,165 @@ class Session:
         finally:
             self._watchers.discard(changes)
 
-    @property
-    def workers(self) -> tuple[RankInfo, ...]:
-        """The states of the workers, by rank."""
-        return tuple(life.info for _, life in sorted(self.lives.items()))
-
     def worker_changed(self, info: RankInfo | None) -> None:
         """Report a change to the iterators of `membership`; None: the group has ended."""
         for changes in self._watchers:
             changes.put_nowait(info)
 
-    def health_changed(self, rank: int, watched: Watched) -> None:
+    def health_changed(self, watched: Watched) -> None:
         """Note that a worker has stalled, was stopped, or makes progress again."""
-        life = self.lives.get(rank)
-        if life is not None and life.is_alive:
-            life.note_health(watched.health, watched.where)
-            self.calls.schedule.set_late(rank, late=watched.health != "running")
+        for rank in self.ranks.values():
+            if rank.process is not None and rank.process.process is watched.process:
+                rank.note_health(watched.health, watched.where)
+                self.calls.schedule.freed(rank)
+
+    # Deaths and replacements
 
     def processes_exited(self, gone: list[WorkerProcess]) -> None:
         """Fail the calls in flight on dead workers, and replace the workers; or end the group."""
-        if self.replacer is None:
-            for worker in gone:
-                if worker.rank in self.lives:
-                    self.lives[worker.rank].cause = worker.exit().describe()
-                    self.lives[worker.rank].enter("exited")
-            self.end(self.processes.death())
+        dead = [rank for rank in self.ranks.values() if rank.process in gone]
+        if not self.replaces:
+            for rank in dead:
+                rank.cause = rank.exit.describe()
+                rank.enter("exited")
+            self.end(self.processes.death(dead))
             return
-        for worker in gone:
-            rank = worker.rank
-            if rank is not None and rank not in self.calls.absent and rank < self.n_workers:
-                self.calls.mark_absent([rank])
-                self.calls.died(rank, self.processes.death(rank))
-            self.replacer.died(worker)
+        for process in gone:
+            self.standbys.died(process)
+        for rank in dead:
+            if rank.present:  # else the task that starts the worker handles the exit
+                self._replace_dead(rank)
 
-    def queue_ended(self, rank: int) -> None:
+    def _replace_dead(self, rank: Rank) -> None:
+        assert rank.process is not None
+        self.calls.died(rank, self.processes.death([rank]))
+        cause = rank.exit.describe()
+        rank.cause = cause
+        rank.enter("waiting")
+        if rank.process.process.reason == BY_REQUEST:  # no death that the policy counts
+            logger.info("%s; replacing it", cause)
+            rank.history.restarts += 1
+            cause = ""
+        self._bring_back(rank, cause)
+
+    def _bring_back(self, rank: Rank, cause: str = "") -> asyncio.Task[None]:
+        """Start a process for a rank until the worker is ready; return the task that does."""
+
+        async def bring_back() -> None:
+            if not await rank.bring_back(cause, lambda: self._start(rank)):
+                self.end(self.processes.death([rank], f"a crash loop: {rank.history.story}"))
+
+        rank.task = self.spawn(bring_back(), f"aioshm-replaces-worker-{rank.rank}")
+        return rank.task
+
+    async def _start(self, rank: Rank) -> str:
+        """Create the worker in a standby, or else in a new process; return the cause of a failure, or ""."""
+        if rank.process is not None:
+            self.processes.discard(rank.process)
+        if self.standbys.ready:
+            process = self.standbys.ready.pop(0)
+        else:
+            try:
+                process = self.processes.start(rank.name, rank.rank)
+            except Exception as error:
+                return f"worker {rank.rank} could not be started: {error}"
+        rank.take_process(process)
+        rank.enter("starting")
+        cause = await self.processes.prepare(process, self._create(rank), "created")
+        if not cause:
+            logger.info("%s is worker %d: pid %d", process.name, rank.rank, process.pid)
+        self.standbys.fill()  # not before: the replacement comes first
+        return cause
+
+    async def _create(self, rank: Rank) -> str:
+        failure = await rank.construct(self._pickled)
+        if failure is not None:
+            return f"{rank.process} could not be created: {failure}"
+        try:
+            await self.connect(rank)
+        except AioshmError as error:
+            return f"cannot attach to the queues of {rank.process}: {error}"
+        return ""
+
+    async def restart(self, number: int, timeout: float | None) -> None:
+        """End a worker, and wait for its replacement; see `WorkerGroup.restart`."""
+        self.check()  # the workers of a group that has ended are left alone
+        rank = self.ranks[number]
+        if rank.is_alive:
+            assert rank.process is not None
+            rank.enter("stopping")
+            rank.task = self.spawn(_kill(rank.process), f"aioshm-restarts-worker-{number}")
+        try:
+            async with asyncio.timeout(timeout):
+                while not rank.is_alive:
+                    assert rank.task is not None
+                    await asyncio.wait([rank.task])
+                    self.check()
+                    if self.ranks.get(number) is not rank:
+                        raise EndClosed("the group of workers was made smaller")
+        except TimeoutError:
+            text = f"no replacement of {rank.describe()} within {timeout} s: {self.describe_absent()}"
+            raise TimeoutError(text) from None
+
+    def queue_ended(self, rank: Rank) -> None:
         """Expect the exit of a worker after the end of its queue or socket."""
-        worker = self.processes.workers.get(rank)
-        if worker is not None:  # else it was asked to exit
-            asyncio.get_running_loop().call_later(CODE_WITHIN_S, self._check_exited, rank, worker)
+        assert rank.process is not None
+        asyncio.get_running_loop().call_later(CODE_WITHIN_S, self._check_exited, rank, rank.process)
 
-    def _check_exited(self, rank: int, worker: WorkerProcess) -> None:
-        if not worker.exited.done() and self.failure is None and rank in self.processes.workers:
-            worker.process.kill()
+    def _check_exited(self, rank: Rank, process: WorkerProcess) -> None:
+        if not process.exited.done() and self.failure is None and self.ranks.get(rank.rank) is rank:
+            process.process.kill()
 
-    async def lost(self, rank: int) -> NoReturn:
+    async def lost(self, rank: Rank) -> NoReturn:
         """Raise the exit of a worker after the end of its queue or socket. For groups without ``restart``."""
         self.queue_ended(rank)
         await self.ended.wait()
         assert self.failure is not None
-        raise self.failure()
+        raise copy(self.failure)
+
+    # The number of workers
+
+    async def scale(self, n_workers: int) -> None:
+        """Change the number of workers, also if this is cancelled meanwhile."""
+        await asyncio.wait([self.spawn(self._scale(n_workers), "aioshm-scales-workers")])
+        self.check()
+
+    async def _scale(self, n_workers: int) -> None:
+        calls = self.calls
+        try:
+            async with calls.lock:  # after earlier calls of all
+                await calls.all_present()
+                if n_workers < len(self.ranks):
+                    await self._shrink([self.ranks[rank] for rank in range(n_workers, len(self.ranks))])
+                newcomers = self._add_ranks(n_workers)
+                calls.note_presence()
+                if newcomers:
+                    await asyncio.wait([self._bring_back(rank) for rank in newcomers])
+        except AioshmError:
+            if self.failure is None:
+                raise
+
+    async def _shrink(self, leaving: list[Rank]) -> None:
+        calls = self.calls
+        for rank in leaving:
+            rank.leaving = True
+        await calls.drain(leaving)
+        while not all(rank.present for rank in self.ranks.values()):  # one has died: its restart is not interrupted
+            await calls.all_present()
+            await calls.drain(leaving)
+        failure = EndClosed("the group of workers was made smaller")
+        processes = []
+        for rank in leaving:
+            assert rank.process is not None
+            processes.append(rank.process)
+            del self.ranks[rank.rank]  # from here on the death does not matter
+            if rank.task is not None:
+                rank.task.cancel()
+            calls.died(rank, failure)
+        # The workers exit because their queues were closed.
+        await _all(self.processes.stop_worker(process) for process in processes)
+
+    # The end
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run a task of the group until it closes; a failure ends the group."""
@@ -233,49 +372,9 @@ class Session:
         if not task.cancelled() and (error := task.exception()) is not None:
             text = f"{task.get_name()} has failed: {type(error).__name__}: {error}"
             logger.error("%s", text, exc_info=error)
-            self.end(lambda: AioshmError(text))
+            self.end(AioshmError(text))
 
-    async def scale(self, n_workers: int, replacer: Replacer) -> None:
-        """Change the number of workers, also if this is cancelled meanwhile."""
-        task = self.spawn(self._scale(n_workers, replacer), "aioshm-scales-workers")
-        await asyncio.wait([task])
-        self.check()
-
-    async def _scale(self, n_workers: int, replacer: Replacer) -> None:
-        calls = self.calls
-        try:
-            async with calls.lock:  # after earlier calls of all
-                await calls.all_present()
-                if n_workers < self.n_workers:
-                    await self._shrink(n_workers, replacer)
-                newcomers = range(self.n_workers, n_workers)
-                calls.mark_absent(newcomers)
-                self.n_workers = self.callable = n_workers
-                if newcomers:
-                    await asyncio.wait([replacer.add(rank) for rank in newcomers])
-        except AioshmError:
-            if self.failure is None:
-                raise
-
-    async def _shrink(self, n_workers: int, replacer: Replacer) -> None:
-        calls = self.calls
-        leaving = range(n_workers, self.n_workers)
-        self.callable = n_workers
-        await calls.drain(leaving)
-        while calls.absent:  # a worker has died meanwhile: its restart is not interrupted
-            await calls.all_present()
-            await calls.drain(leaving)
-        self.n_workers = n_workers
-        for rank in leaving:
-            replacer.remove(rank)  # from here on their deaths do not matter
-            calls.forget(rank, lambda: EndClosed("the group of workers was made smaller"))
-        calls.mark_present(leaving)
-        # The workers exit because their queues were closed.
-        await _all(self.processes.stop_worker(rank) for rank in leaving)
-
-    # The end
-
-    def end(self, failure: Callable[[], AioshmError]) -> None:
+    def end(self, failure: AioshmError) -> None:
         """Fail all present and later calls; only the first failure counts."""
         if self.failure is None:
             self.failure = failure
@@ -305,6 +404,11 @@ class Session:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:
             await self.calls.aclose()
+
+
+async def _kill(process: WorkerProcess) -> None:
+    await give_back(lambda: process.process.end(BY_REQUEST))
+    await asyncio.wait([process.exited])  # from then on the rank has the task that replaces the worker
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -88,7 +88,7 @@ async def test_answers_from_before_a_death_are_delivered() -> None:
     async with group_of(1) as group:
         stream = group.stream(0, "count", prefetch=8)
         assert await anext(stream) == 0
-        replies = group._session.calls.channels[0].replies
+        replies = group._session.ranks[0].replies
         # Blocks the loop: the group reads no answer meanwhile.
         eventually(lambda: replies.stats().backlog + len(stream._call.items) == 7)
         pid = group.pids[0]
@@ -112,7 +112,7 @@ async def test_idle_workers_and_standbys_are_replaced() -> None:
 
         watching = asyncio.create_task(watch())
         await until(lambda: group.standbys == 1)
-        standby = group._session.replacer._standbys[0]
+        standby = group._session.standbys.ready[0]
         os.kill(standby.pid, signal.SIGKILL)
         await until(lambda: group.standbys == 1 and standby.exited.done())
         assert not changes
@@ -136,7 +136,7 @@ async def test_constructor_that_exceeds_ready_timeout_is_killed_and_tried_again_
     flag = tmp_path / "flag"
     options: dict[str, Any] = {"worker": targets.Fragile, "kwargs": {"flag": str(flag), "how": "hang"}}
     async with group_of(**options, ready_timeout=60, shutdown_timeout=0.2) as group:
-        group._session.replacer._ready_timeout = 0.5
+        group._session.processes.ready_timeout = 0.5
         flag.touch()
         os.kill(group.pids[0], signal.SIGKILL)
         await until(lambda: group.workers[0].state == "starting")
@@ -148,7 +148,7 @@ async def test_constructor_that_exceeds_ready_timeout_is_killed_and_tried_again_
         with pytest.raises(TimeoutError, match=rf"^add: no replacement of Worker_0 .* within 0.01 s: {late}"):
             await group.call(0, "add", timeout=0.01)
         assert [await group.call_any("add", timeout=60) for _ in range(4)] == [1] * 4
-        group._session.replacer._ready_timeout = None
+        group._session.processes.ready_timeout = None
         flag.unlink()
         assert await group.collective_rpc("add", timeout=60) == [0, 1]
 
@@ -158,7 +158,7 @@ async def test_loop_runs_while_a_stopped_standby_is_sent_large_arguments_as_they
     async with group_of(1, standbys=1, kwargs={"table": table}) as group:
         table[:] = b"\1" * len(table)
         await until(lambda: group.standbys == 1)
-        standby = group._session.replacer._standbys[0]
+        standby = group._session.standbys.ready[0]
         os.kill(standby.pid, signal.SIGSTOP)
         rescue = threading.Timer(20, os.kill, (standby.pid, signal.SIGCONT))
         rescue.start()
@@ -207,19 +207,20 @@ async def test_process_that_dies_before_it_is_ready_is_replaced(standbys: int, m
     async def kill_first(control: ControlSocket) -> Any:
         said = await receive(control)
         process = next(each for each in processes._processes.values() if each.control is control)
-        if process.rank not in killed and (process.rank is None or said == "ready"):  # a standby, or a created worker
-            killed[process.rank] = process.pid
+        rank = next((rank for rank, each in session.ranks.items() if each.process is process), None)
+        if rank not in killed and (rank is None or said == "ready"):  # a standby, or a created worker
+            killed[rank] = process.pid
             os.kill(process.pid, signal.SIGKILL)
             await asyncio.wait([process.exited])
         return said
 
     async with group_of(1) as group:
-        processes = group._session.processes
+        session = group._session
+        processes = session.processes
         receive = ControlSocket.receive
         monkeypatch.setattr(ControlSocket, "receive", kill_first)
-        replacer = group._session.replacer
-        replacer._wanted = standbys
-        replacer._fill()
+        session.standbys.wanted = standbys
+        session.standbys.fill()
         await until(lambda: group.standbys == standbys)
         assert list(killed) == [None] * standbys
         os.kill(group.pids[0], signal.SIGKILL)

@@ -16,6 +16,7 @@ from test_calls import calls_of
 
 from aioshm import Options, QueueClosed, RoleError
 from aioshm.engine import Restart, WorkerGroup
+from aioshm.engine.workers.processes import WorkerProcess
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -96,7 +97,7 @@ async def test_scaling_survives_deaths_of_staying_and_leaving_workers(tmp_path: 
         killed = group.pids[0], group.pids[2]
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        await until(lambda: not {0, 2}.isdisjoint(group._session.calls.absent))
+        await until(lambda: not all(group._session.ranks[rank].present for rank in (0, 2)))
         go.touch()
         assert await held == "held"
         await scaling
@@ -115,11 +116,11 @@ async def test_death_of_another_worker_while_workers_leave_is_replaced(monkeypat
         pids = group.pids
         stop_worker = session.processes.stop_worker
 
-        async def die_first(rank: int) -> None:
-            if rank == 1:
+        async def die_first(process: WorkerProcess) -> None:
+            if process.pid == pids[1]:
                 os.kill(pids[0], signal.SIGKILL)
-            await until(lambda: session.calls.absent == {0})
-            await stop_worker(rank)
+            await until(lambda: not session.ranks[0].present)
+            await stop_worker(process)
 
         monkeypatch.setattr(session.processes, "stop_worker", die_first)
         await group.scale(1)

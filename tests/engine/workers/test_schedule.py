@@ -7,7 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioshm.engine.workers.rank import Rank
 from aioshm.engine.workers.schedule import Call, Schedule
+from aioshm.process.restart import Health, Restart
 
 RANKS = (0, 1, 2)
 
@@ -25,10 +27,19 @@ class Asked(Schedule):
     """A schedule, and the assigned calls."""
 
     def __init__(self, n_workers: int) -> None:
-        super().__init__()
+        self.ranks = {rank: Rank(rank, f"Worker_{rank}", Restart()) for rank in range(n_workers)}
+        super().__init__(self.ranks)
         self.turns: list[Call] = []
         for rank in range(n_workers):
-            self.arrived(rank)
+            self.arrive(rank)
+
+    def arrive(self, rank: int) -> None:
+        self.ranks[rank].present = True
+        self.note_health(rank, "running")
+
+    def note_health(self, rank: int, health: Health) -> None:
+        self.ranks[rank].enter(health)
+        self.freed(self.ranks[rank])
 
     def make(self, wanted: int | None, *, stream: bool = False) -> Call:
         call = Noted("method", wanted, stream=stream)
@@ -38,7 +49,7 @@ class Asked(Schedule):
 
 
 def turn_of(call: Call) -> int | None:
-    return getattr(call.slot, "rank", None)
+    return getattr(call.worker, "rank", None)
 
 
 def test_call_of_any_gets_the_worker_that_has_been_idle_longest() -> None:
@@ -64,18 +75,18 @@ def test_call_of_one_queues_behind_waiting_calls_of_any_unless_the_worker_has_a_
 def test_replacement_does_not_inherit_calls_in_flight() -> None:
     schedule = Asked(1)
     lost = schedule.make(0)
-    assert schedule.holds(lost)
-    schedule.gone(0)
-    assert not schedule.holds(lost)
+    assert lost.assigned
+    schedule.gone(schedule.ranks[0])
+    assert not lost.assigned
     waiting = schedule.make(0)
     assert turn_of(waiting) is None
-    schedule.arrived(0)
-    assert not schedule.holds(lost)
+    schedule.arrive(0)
+    assert not lost.assigned
     schedule.answered(lost)  # late
     assert turn_of(waiting) == 0
-    assert not schedule.done([0])
+    assert not schedule.done([schedule.ranks[0]])
     schedule.answered(waiting)
-    assert schedule.done([0])
+    assert schedule.done([schedule.ranks[0]])
 
 
 MOVES = st.lists(
@@ -109,20 +120,20 @@ def test_every_call_is_assigned_once_in_order_after_any_events(moves: list[tuple
         elif move == "gone" and rank not in away:
             away.add(rank)
             steps[rank] = 0
-            schedule.gone(rank)
+            schedule.gone(schedule.ranks[rank])
             asked = [call for call in asked if turn_of(call) != rank]
         elif move == "back" and rank in away:
             away.discard(rank)
-            schedule.arrived(rank)
-        elif move == "step":
-            schedule.broadcast_begins(set(RANKS) - away)
-            for each in set(RANKS) - away:
+            schedule.arrive(rank)
+        elif move == "step" and not away:
+            schedule.broadcast_begins()
+            for each in RANKS:
                 steps[each] += 1
         elif move == "step ends" and steps[rank]:
             steps[rank] -= 1
-            schedule.broadcast_ends(rank)
+            schedule.broadcast_ends(schedule.ranks[rank])
         elif move == "leaves":
-            schedule.set_leaving(rank)
+            schedule.ranks[rank].leaving = True
         in_order = [call.order for call in turns if call.wanted is None]
         assert in_order == sorted(in_order)  # first come, first served
         for each in RANKS:
@@ -130,22 +141,22 @@ def test_every_call_is_assigned_once_in_order_after_any_events(moves: list[tuple
             assert in_order == sorted(in_order)
     for rank in RANKS:
         for _ in range(steps[rank]):
-            schedule.broadcast_ends(rank)
-        schedule.arrived(rank)
+            schedule.broadcast_ends(schedule.ranks[rank])
+        schedule.arrive(rank)
     while asked:
         begun = [call for call in asked if turn_of(call) is not None]
         assert begun, "all wait, and no worker has anything to do"
         asked.remove(begun[0])
         schedule.answered(begun[0])
-    assert schedule.done(RANKS)
+    assert schedule.done(schedule.ranks.values())
     assert len(set(turns)) == len(turns)
 
 
 def test_worker_without_progress_is_passed_over_until_it_makes_progress_again() -> None:
     schedule = Asked(2)
-    schedule.set_late(0)
+    schedule.note_health(0, "stalled")
     first, waiting = schedule.make(None), schedule.make(None)
     assert (turn_of(first), turn_of(waiting)) == (1, None)
     assert turn_of(schedule.make(0)) is None  # behind the waiting call
-    schedule.set_late(0, late=False)
+    schedule.note_health(0, "running")
     assert turn_of(waiting) == 0

@@ -23,7 +23,7 @@ from support import cancelled_after, eventually, until
 
 from aioshm import CodecError, Options, QueueClosed, RoleError, WorkerDied, WorkerError
 from aioshm.engine import WorkerGroup
-from aioshm.engine.workers.processes import WorkerProcess
+from aioshm.engine.workers.rank import Rank
 from aioshm.engine.workers.session import Session
 
 pytestmark = pytest.mark.slow_on_uvloop
@@ -104,10 +104,10 @@ class TestStarting:
     ) -> None:
         connect = Session.connect
 
-        async def only_first_connects(session: Session, worker: WorkerProcess) -> None:
-            if worker.rank == 1:
+        async def only_first_connects(session: Session, rank: Rank) -> None:
+            if rank.rank == 1:
                 await asyncio.Event().wait()
-            await connect(session, worker)
+            await connect(session, rank)
 
         monkeypatch.setattr(Session, "connect", only_first_connects)
         group = group_of(ready_timeout=5)
