@@ -11,7 +11,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from aioshm.process.limits import start_thread
 
@@ -66,16 +65,16 @@ def reap_left_by(leader: int) -> None:
         try:
             start_thread(_reap_all, leader, name="aioshm-reaps-orphans", what="reaping orphans")
         except RuntimeError:  # `OutOfThreads`, or Python is ending
-            with suppress(OSError):
+            with suppress(ImportError, OSError):
                 _reap_exited(leader)
 
 
-def reap_if_adopted(pid: int) -> None:
-    """Reap an exited descendant that is now a child of this process, but was a child of another process before."""
-    with suppress(OSError):
-        found = _read(pid)
-        if found is not None and found.parent == os.getpid() and found.state == "Z":
-            _reap(pid)
+def reap(pid: int) -> bool:
+    """Reap a child of this process if it has exited; return whether it runs. Other processes are left alone."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == 0
+    except ChildProcessError:  # another process's child; or another part of the program reaps all children
+        return False
 
 
 def handles_child_exits(pid: int) -> bool | None:
@@ -90,31 +89,13 @@ def handles_child_exits(pid: int) -> bool | None:
 
 def zombies_of(parent: int) -> list[int]:
     """Return the zombies among the children of a process."""
-    return [found.pid for found in _children(parent) if found.state == "Z"]
+    import psutil
 
-
-class _Process(NamedTuple):
-    """The beginning of /proc/PID/stat; see proc(5)."""
-
-    pid: int
-    state: str
-    parent: int
-    group: int
-    session: int
-
-
-def _read(pid: int) -> _Process | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
-    return _Process(pid, fields[0], *map(int, fields[1:4]))
-
-
-def _children(parent: int) -> list[_Process]:
-    """Return the children of a process; raise OSError if no descriptor is left."""
-    found = [_read(int(name)) for name in os.listdir("/proc") if name.isdecimal()]
-    return [each for each in found if each is not None and each.parent == parent]
+    return [
+        process.pid
+        for process in psutil.process_iter(["ppid", "status"])
+        if process.info == {"ppid": parent, "status": psutil.STATUS_ZOMBIE}
+    ]
 
 
 def _reap_all(leader: int) -> None:
@@ -127,15 +108,13 @@ def _reap_all(leader: int) -> None:
 
 def _reap_exited(leader: int) -> bool:
     """Reap orphans that have exited; return whether others run."""
-    if _read(leader) is not None:  # the number is used again, so the session and the group had no member left
+    import psutil  # takes 12 ms
+
+    if psutil.pid_exists(leader):  # the number is used again, so the session and the group had no member left
         return False
-    left = [each for each in _children(os.getpid()) if leader in (each.group, each.session)]
-    for each in left:
-        if each.state == "Z":
-            _reap(each.pid)
-    return any(each.state != "Z" for each in left)
-
-
-def _reap(pid: int) -> None:
-    with suppress(ChildProcessError):  # another part of the program reaps all children
-        os.waitpid(pid, os.WNOHANG)
+    runs = False
+    for child in psutil.Process().children():
+        with suppress(ProcessLookupError):
+            if leader in (os.getpgid(child.pid), os.getsid(child.pid)) and reap(child.pid):
+                runs = True
+    return runs

@@ -177,35 +177,20 @@ class Life:
             self.enter(health, where)
 
     async def bring_back(self, cause: str, start: Callable[[], Awaitable[str]]) -> bool:
-        """Start a process until it runs, see `bring_back`; return False for a crash loop."""
+        """Start a process until it runs, and log each restart; return False for a crash loop.
 
-        def wait(cause: str) -> None:
-            self.cause = cause
-            self.enter("waiting")
-
-        return await bring_back(self.history, cause, start, wait)
-
-
-async def bring_back(
-    history: RestartHistory,
-    cause: str,
-    start: Callable[[], Awaitable[str]],
-    on_wait: Callable[[str], object] | None = None,
-) -> bool:
-    """Start a process until it runs, and log each restart; return False for a crash loop.
-
-    ``cause`` is the death before, empty for the first start. ``start`` returns the cause of a failure, or "".
-    """
-    loop = asyncio.get_running_loop()
-    while True:
-        if cause:
-            delay = history.died(loop.time(), cause)
-            if delay is None:
-                return False
-            logger.warning("%s; restarting it (%s)", cause, history.number)
-            if on_wait is not None:
-                on_wait(cause)
-            await asyncio.sleep(delay)
-        cause = await start()
-        if not cause:
-            return True
+        ``cause`` is the death before, empty for the first start. ``start`` returns the cause of a failure, or "".
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            if cause:
+                delay = self.history.died(loop.time(), cause)
+                if delay is None:
+                    return False
+                logger.warning("%s; restarting it (%s)", cause, self.history.number)
+                self.cause = cause
+                self.enter("waiting")
+                await asyncio.sleep(delay)
+            cause = await start()
+            if not cause:
+                return True

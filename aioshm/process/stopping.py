@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 from aioshm.process.background import give_back
-from aioshm.process.orphans import reap_if_adopted
+from aioshm.process.orphans import reap
 
 if TYPE_CHECKING:  # the import takes 12 ms
     import psutil
@@ -101,7 +101,7 @@ class _Stopping:
             yield
         for process in killed:
             if process.is_running():  # the same process, and no later one with its pid
-                reap_if_adopted(process.pid)
+                reap(process.pid)
         left = [f"{proc.name} (pid {proc.pid})" for proc in self._running()]
         left += [f"pid {process.pid}" for process in self._descendants]
         if left:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import signal
@@ -44,24 +43,6 @@ def stubborn(**_: Any) -> None:
     idle()
 
 
-async def interrupted_twice() -> None:
-    """Get two interrupts when the engine has been asked to end, and does not."""
-    from aioshm.process.stopping import _Stopping
-
-    def interrupt(_self: object) -> None:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    _Stopping.terminate = interrupt  # type: ignore[method-assign]
-    async with start(stubborn) as manager:
-        say("engine", manager.processes[0].pid)
-
-
-def slow_to_import() -> None:
-    """Start an engine that has to import this module first, which takes a while there."""
-    start(idle)
-
-
 def late(parent: int) -> None:
     from aioshm.engine import die_with_parent
 
@@ -89,16 +70,14 @@ def start(target: Any) -> Any:
 def main() -> None:
     say("front end", os.getpid())
     way = sys.argv[1]
-    if way == "interrupted":
-        asyncio.run(interrupted_twice())
-    elif way == "forgotten":
+    if way == "forgotten":
         from aioshm.process.child import Child
 
         child = Child(stubborn, "engine")
         child.start()
         say("engine", child.pid or 0)
         return
-    elif way == "thread":  # one that has ended by the time
+    if way == "thread":  # one that has ended by the time
         kept: list[Any] = []
         thread = threading.Thread(target=lambda: kept.append(start(idle)))
         thread.start()

@@ -169,13 +169,10 @@ def started_between(program: str) -> Iterator[tuple[subprocess.Popen[str], int]]
         yield between, int(between.stdout.readline())
 
 
-@pytest.mark.parametrize("way", ["interrupted", "forgotten"])
-def test_program_that_did_not_stop_its_processes_ends_and_kills_them(
-    start_family: Callable[[str], Family], way: str
-) -> None:
-    family = start_family(way)
+def test_program_that_did_not_stop_its_process_ends_and_kills_it(start_family: Callable[[str], Family]) -> None:
+    family = start_family("forgotten")
     family.wait_for("engine")
-    assert family.exited() == (-signal.SIGINT if way == "interrupted" else 0)
+    assert family.exited() == 0
     eventually(lambda: family.gone("engine"), "the end of the engine", WITHIN_S)
 
 

@@ -21,7 +21,7 @@ from aioshm.errors import EndClosed, EngineDead
 from aioshm.process.background import in_thread
 from aioshm.process.child import Child
 from aioshm.process.proc import STOPPED_STATES, process_state
-from aioshm.process.restart import Health, Life, RankInfo, Restart, RestartHistory, bring_back
+from aioshm.process.restart import Health, Life, RankInfo, Restart, RestartHistory
 from aioshm.process.stalls import Watched
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S, ashutdown
 from aioshm.process.watch import ProcessExit, ProcessWatch
@@ -94,7 +94,7 @@ class EngineRestarts:
         self.failed: asyncio.Event = asyncio.Event()  # set then, and when this is closed
         self._tasks: set[asyncio.Task[None]] = set()
         self._all = Unit(rules.restart)  # in lockstep
-        self._coordinator_history = RestartHistory(rules.restart)
+        self._coordinator_life = Life(0, rules.restart)
         for process in self._manager.processes:
             rank = engine_index(process.name)
             assert rank is not None
@@ -310,9 +310,9 @@ class EngineRestarts:
                 return str(error)
             return ""
 
-        history = self._coordinator_history
-        if not await bring_back(history, cause, start):
-            self._give_up(f"the coordinator is in a crash loop: {history.story}", None)
+        life = self._coordinator_life
+        if not await life.bring_back(cause, start):
+            self._give_up(f"the coordinator is in a crash loop: {life.history.story}", None)
 
     async def _restart_coordinator(self, coordinator: DPCoordinator) -> None:
         await in_thread(coordinator.run_again)

@@ -21,7 +21,7 @@ from aioshm.engine.workers.messages import (
 )
 from aioshm.engine.workers.rank import Rank
 from aioshm.engine.workers.schedule import Call, Schedule
-from aioshm.errors import AioshmError, PeerDied, QueueClosed, QueueEmpty, QueueFull, WorkerDied
+from aioshm.errors import AioshmError, PeerDied, QueueClosed, QueueEmpty, WorkerDied
 from aioshm.queue import MessageQueue, merge
 
 if TYPE_CHECKING:
@@ -73,12 +73,10 @@ class CallTable:
         after = {rank: worker.n_requests for rank, worker in self._ranks.items() if worker.n_requests}
         try:
             await self.broadcasts.enqueue((CALL, call.number, 0, (*request[:-1], after)))
-        except BaseException as error:  # no worker has seen it
+        except BaseException:  # no worker has seen it
             self._calls.pop(call.number, None)
             for rank in call.missing:
                 self.schedule.broadcast_ends(self._ranks[rank])
-            if isinstance(error, PeerDied):
-                await self._session.lost(self._ranks[error.rank])
             raise
         call.sent = True
         self._last_broadcast = call.number
@@ -169,14 +167,8 @@ class CallTable:
 
     def _post(self, call: Call, kind: int, value: Any = None) -> None:
         worker = call.worker
-        if worker is None or not call.assigned or call.number not in self._calls:
-            return
-        message = (kind, call.number, 0, value)
-        with suppress(AioshmError):  # the worker is gone: all its calls fail anyway
-            try:
-                worker.requests.enqueue_nowait(message)
-            except QueueFull:  # of calls that the worker has not read
-                self._spawn(worker.post(message))
+        if worker is not None and call.assigned and call.number in self._calls:
+            self._spawn(worker.post((kind, call.number, 0, value)))
 
     @asynccontextmanager
     async def _within(self, timeout: float | None, call: Call) -> AsyncIterator[None]:

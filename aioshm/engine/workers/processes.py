@@ -14,7 +14,7 @@ from aioshm.config import Options
 from aioshm.engine.workers.messages import ControlSocket
 from aioshm.engine.workers.rank import Rank
 from aioshm.engine.workers.worker import LoopFactory, run_worker
-from aioshm.errors import RemoteFailure, WorkerDied
+from aioshm.errors import WorkerDied
 from aioshm.lifeline.sockets import sweep_leftovers
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
@@ -60,7 +60,6 @@ class WorkerProcess:
         self.control = control
         self.name: str = process.name
         self.pid: int = process.pid or 0
-        self.constructed: bool = False  # whether the constructor has returned
         self.exited: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
         self._handle: str | None = None
 
@@ -69,14 +68,6 @@ class WorkerProcess:
         if self._handle is None:
             self._handle = str(await self.control.receive())
         return self._handle
-
-    async def construct(self, rank: int, pickled: bytes) -> RemoteFailure | None:
-        """Assign a rank, and create the worker's object; return the exception of its constructor."""
-        await self.handle()
-        await self.control.send((rank, pickled))
-        failure: RemoteFailure | None = await self.control.receive()
-        self.constructed = True
-        return failure
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid})"

@@ -8,9 +8,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from aioshm.engine.workers.messages import Message
-from aioshm.errors import AioshmError, QueueFull, RemoteFailure
+from aioshm.errors import AioshmError, QueueFull
+from aioshm.process.proc import HUNG_STATES, process_state
 from aioshm.process.restart import Life, RankInfo, Restart
-from aioshm.process.watch import SUSPECT_STATES, ProcessExit, process_state
+from aioshm.process.watch import ProcessExit
 from aioshm.queue import MessageQueue
 
 if TYPE_CHECKING:
@@ -57,11 +58,6 @@ class Rank(Life):
         self.process = process
         self.pid = process.pid
 
-    async def construct(self, pickled: bytes) -> RemoteFailure | None:
-        """Create the worker's object in its process; return the exception of its constructor."""
-        assert self.process is not None
-        return await self.process.construct(self.rank, pickled)
-
     def arrive(self, requests: MessageQueue, replies: MessageQueue, after: int) -> None:
         """Take calls, by the queues of a new process."""
         self.requests = requests
@@ -90,6 +86,6 @@ class Rank(Life):
         known = [f"pid {self.pid}"]
         if self.state in ("stalled", "stopped"):
             known += filter(None, (self.state, self.where))
-        elif (state := process_state(self.process.pid)) in SUSPECT_STATES:
+        elif (state := process_state(self.process.pid)) in HUNG_STATES:
             known.append(state)
         return f"{self.process.name} ({', '.join(known)})"

@@ -49,34 +49,29 @@ class CallOrder:
         self._queued: tuple[deque[Message], deque[Message]] = (deque(), deque())
         self._last_broadcast = 0
         self._n_requests = 0
-        self._cancelled: set[int] = set()
 
     def add(self, source: int, message: Message) -> None:
         self._queued[source].append(message)
 
     def cancel(self, number: int) -> bool:
         """Cancel a queued call; return whether it was queued."""
-        queued = any(message[1] == number for message in self._queued[REQUESTS])
-        if queued:
-            self._cancelled.add(number)
-        return queued
+        requests = self._queued[REQUESTS]
+        for index, (_, call, after, _) in enumerate(requests):
+            if call == number:
+                requests[index] = (CANCEL, number, after, None)
+                return True
+        return False
 
     def next(self) -> Message | None:
         """Return the next call; of kind CANCEL for a cancelled call; None: not arrived yet."""
         broadcasts, requests = self._queued
         if requests and requests[0][2] <= self._last_broadcast:
             self._n_requests += 1
-            message = requests.popleft()
-        elif broadcasts and self._sent_before(broadcasts[0]) <= self._n_requests:
-            message = broadcasts.popleft()
-            self._last_broadcast = message[1]
-        else:
-            return None
-        number = message[1]
-        if number in self._cancelled:
-            self._cancelled.discard(number)
-            return CANCEL, number, 0, None
-        return message
+            return requests.popleft()
+        if broadcasts and self._sent_before(broadcasts[0]) <= self._n_requests:
+            self._last_broadcast = broadcasts[0][1]
+            return broadcasts.popleft()
+        return None
 
     def _sent_before(self, broadcast: Message) -> int:
         """Return how many requests of this worker the driver sent before a broadcast."""

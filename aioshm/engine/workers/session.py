@@ -6,9 +6,9 @@ import asyncio
 import logging
 import pickle
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from copy import copy
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -17,7 +17,7 @@ from aioshm.engine.workers.messages import MessageCodec, method_name
 from aioshm.engine.workers.processes import Settings, WorkerProcess, WorkerProcesses
 from aioshm.engine.workers.rank import Rank
 from aioshm.engine.workers.standbys import Standbys
-from aioshm.errors import AioshmError, CodecError, EndClosed, WorkerError
+from aioshm.errors import AioshmError, CodecError, EndClosed, RemoteFailure, WorkerError
 from aioshm.process.background import completed, give_back, in_thread
 from aioshm.process.restart import ALIVE, RankInfo, Restart
 from aioshm.process.stalls import Watched
@@ -69,11 +69,9 @@ class Session:
     def open(self) -> None:
         """Create the queue of calls of all workers; processes are started later."""
         settings = self._settings
-        options = settings.options
-        if settings.restart is not None:
-            options = msgspec.structs.replace(options, on_reader_death="evict", max_readers=settings.max_workers)
-        n_workers = settings.n_workers
-        broadcasts = MessageQueue(n_workers, n_workers, None, *settings.sizes, codec=MessageCodec(), options=options)
+        # All workers join it in the same way: at the start, as replacements, and when the group is made larger.
+        options = msgspec.structs.replace(settings.options, on_reader_death="evict", max_readers=settings.max_workers)
+        broadcasts = MessageQueue(0, 0, None, *settings.sizes, codec=MessageCodec(), options=options)
         try:
             self.processes = WorkerProcesses(settings, self)
         except BaseException:
@@ -93,6 +91,7 @@ class Session:
                 except Exception as error:
                     text = f"worker, args and kwargs cannot be pickled: {type(error).__name__}: {error}"
                     raise CodecError(text) from error
+                await self.calls.broadcasts.wait_until_ready()  # now workers can join
                 for rank in self.ranks.values():
                     rank.take_process(self.processes.start(rank.name, rank.rank))
                     await asyncio.sleep(0)
@@ -100,9 +99,7 @@ class Session:
         except TimeoutError:
             if not scope.expired():
                 raise
-            late = [rank for rank, each in self.ranks.items() if each.process is None or not each.process.constructed]
-            # Without late constructors: workers wait for each other to attach.
-            names = self.describe(late or self.ranks)
+            names = self.describe(rank for rank, each in self.ranks.items() if not each.present)
             text = f"the start of the workers: no answer from {names} within {settings.ready_timeout} s"
             raise TimeoutError(text) from None
         self.replaces = settings.restart is not None
@@ -111,33 +108,36 @@ class Session:
         self.standbys.fill()
 
     async def _create_all(self) -> None:
-        ranks = self.ranks.values()
-        results = await _all(self._or_exit(rank, rank.construct(self._pickled)) for rank in ranks)
+        results = await _all(self._create_first(rank) for rank in self.ranks.values())
         failures = {rank: failure for rank, failure in zip(self.ranks, results, strict=True) if failure is not None}
         if failures:
             raise WorkerError(method_name(self._settings.worker), failures)
-        # Not earlier: a constructor may take long, and the queue would report its missing readers meanwhile.
-        self.spawn(self._admit(), "aioshm-admits-workers")
-        await _all(self._or_exit(rank, self.connect(rank)) for rank in ranks)
 
-    async def _or_exit(self, rank: Rank, step: Coroutine[Any, Any, Any]) -> Any:
-        """Run a step of the start; raise the exit of a dead process."""
+    async def _create_first(self, rank: Rank) -> RemoteFailure | None:
+        """Create a worker at the start; raise the exit of a process that dies meanwhile."""
         try:
-            return await step
+            return await self._create(rank)
         except AioshmError:  # some are an OSError, too
             raise
         except (EOFError, OSError):
-            await self.lost(rank)
+            self.queue_ended(rank)
+            await self.ended.wait()
+            assert self.failure is not None
+            raise copy(self.failure) from None
 
-    async def _admit(self) -> None:
-        """Let the first workers attach to the queue of calls of all workers."""
-        with suppress(AioshmError):  # a worker has died: the process watch reports the exit
-            await self.calls.broadcasts.wait_until_ready()
-
-    async def connect(self, rank: Rank) -> None:
-        """Open the queues of a worker that was constructed, and start to send calls to it."""
+    async def _create(self, rank: Rank) -> RemoteFailure | None:
+        """Create a worker's object, and open its queues; return the exception of its constructor."""
         process = rank.process
         assert process is not None
+        await process.handle()
+        await process.control.send((rank.rank, self._pickled))
+        failure: RemoteFailure | None = await process.control.receive()
+        if failure is None:
+            await self.connect(rank, process)
+        return failure
+
+    async def connect(self, rank: Rank, process: WorkerProcess) -> None:
+        """Open the queues of a worker that was constructed, and start to send calls to it."""
         options = msgspec.structs.replace(
             self._settings.options, on_reader_death="raise", max_readers=None, slow_reader="block", prefault_bytes=0
         )
@@ -264,20 +264,19 @@ class Session:
                 return f"worker {rank.rank} could not be started: {error}"
         rank.take_process(process)
         rank.enter("starting")
-        cause = await self.processes.prepare(process, self._create(rank), "created")
+        cause = await self.processes.prepare(process, self._create_again(rank), "created")
         if not cause:
             logger.info("%s is worker %d: pid %d", process.name, rank.rank, process.pid)
         self.standbys.fill()  # not before: the replacement comes first
         return cause
 
-    async def _create(self, rank: Rank) -> str:
-        failure = await rank.construct(self._pickled)
-        if failure is not None:
-            return f"{rank.process} could not be created: {failure}"
+    async def _create_again(self, rank: Rank) -> str:
         try:
-            await self.connect(rank)
+            failure = await self._create(rank)
         except AioshmError as error:
             return f"cannot attach to the queues of {rank.process}: {error}"
+        if failure is not None:
+            return f"{rank.process} could not be created: {failure}"
         return ""
 
     async def restart(self, number: int, timeout: float | None) -> None:
@@ -308,13 +307,6 @@ class Session:
     def _check_exited(self, rank: Rank, process: WorkerProcess) -> None:
         if not process.exited.done() and self.failure is None and self.ranks.get(rank.rank) is rank:
             process.process.kill()
-
-    async def lost(self, rank: Rank) -> NoReturn:
-        """Raise the exit of a worker after the end of its queue or socket. For groups without ``restart``."""
-        self.queue_ended(rank)
-        await self.ended.wait()
-        assert self.failure is not None
-        raise copy(self.failure)
 
     # The number of workers
 

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from aioshm.engine.workers.processes import Settings, WorkerProcess
-from aioshm.process.restart import Restart, RestartHistory, bring_back
+from aioshm.process.restart import Life, Restart
 
 if TYPE_CHECKING:
     from aioshm.engine.workers.session import Session
@@ -21,7 +21,7 @@ class Standbys:
     def __init__(self, session: Session, settings: Settings) -> None:
         self._session = session
         self._settings = settings
-        self._history = RestartHistory(settings.restart or Restart())
+        self._life = Life(0, settings.restart or Restart())  # of all standbys
         self._filling: asyncio.Task[None] | None = None
         self._started = 0
         self.wanted: int = settings.standbys
@@ -41,8 +41,8 @@ class Standbys:
 
     async def _fill(self, cause: str) -> None:
         while len(self.ready) < self.wanted:
-            if not await bring_back(self._history, cause, self._start):
-                logger.error("standbys are not restarted any more: %s", self._history.story)
+            if not await self._life.bring_back(cause, self._start):
+                logger.error("standbys are not restarted any more: %s", self._life.history.story)
                 self.wanted = 0
             cause = ""
 

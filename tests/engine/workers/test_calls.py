@@ -306,20 +306,6 @@ class TestAny:
             flags[0].touch()
             await asyncio.gather(*busy)
 
-    async def test_calls_of_one_worker_do_not_starve_call_any(self) -> None:
-        async with group_of(1) as group:
-            stopping = False
-
-            async def hammer() -> None:
-                while not stopping:
-                    await group.call(0, "add")
-
-            hammers = [asyncio.create_task(hammer()) for _ in range(4)]
-            for number in range(20):
-                assert await group.call_any("add", number, timeout=60) == number
-            stopping = True
-            await asyncio.gather(*hammers)
-
     async def test_worker_with_an_unanswered_call_of_all_is_not_idle(self, tmp_path: Path) -> None:
         go = tmp_path / "go"
         async with group_of() as group:
@@ -333,14 +319,3 @@ class TestAny:
                 assert await group.call_any("pid") == group.pids[0]
             go.touch()
             assert await group.collective_rpc("add", (1,)) == [1, 2]
-
-    async def test_workers_with_a_stream_are_not_idle_but_can_be_called(self) -> None:
-        async with group_of(2) as group:
-            streams = [group.stream(None, "count") for _ in range(2)]
-            assert [await anext(stream) for stream in streams] == [0, 0]
-            asking = asyncio.create_task(group.call_any("pid"))
-            assert [await group.call(rank, "add", timeout=60) for rank in range(2)] == [0, 1]
-            assert not asking.done()
-            await streams[1].aclose()
-            assert await asking in group.pids
-            await streams[0].aclose()

@@ -52,15 +52,6 @@ def turn_of(call: Call) -> int | None:
     return getattr(call.worker, "rank", None)
 
 
-def test_call_of_any_gets_the_worker_that_has_been_idle_longest() -> None:
-    schedule = Asked(3)
-    first = [schedule.make(None) for _ in range(3)]
-    assert [turn_of(call) for call in first] == [0, 1, 2]
-    for call in (first[1], first[2], first[0]):
-        schedule.answered(call)
-    assert [turn_of(schedule.make(None)) for _ in range(3)] == [1, 2, 0]
-
-
 def test_call_of_one_queues_behind_waiting_calls_of_any_unless_the_worker_has_a_stream() -> None:
     schedule = Asked(2)
     busy = [schedule.make(0), schedule.make(1, stream=True)]
@@ -150,13 +141,3 @@ def test_every_call_is_assigned_once_in_order_after_any_events(moves: list[tuple
         schedule.answered(begun[0])
     assert schedule.done(schedule.ranks.values())
     assert len(set(turns)) == len(turns)
-
-
-def test_worker_without_progress_is_passed_over_until_it_makes_progress_again() -> None:
-    schedule = Asked(2)
-    schedule.note_health(0, "stalled")
-    first, waiting = schedule.make(None), schedule.make(None)
-    assert (turn_of(first), turn_of(waiting)) == (1, None)
-    assert turn_of(schedule.make(0)) is None  # behind the waiting call
-    schedule.note_health(0, "running")
-    assert turn_of(waiting) == 0
