@@ -31,6 +31,7 @@ STALLED_S = 30.0
 _MAX_FRAMES = 4  # a request has three, with the client's identity
 
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
+_SLICE_S = 0.0001
 _REQUESTS_AT_A_TIME = 4
 _BATCHES_AT_A_TIME = 8
 _RETRY_S = 0.05
@@ -92,20 +93,24 @@ class ReplayServer:
         self._clients.clear()
 
     def _run(self) -> bool:
-        """Take requests and serve each client once; return whether the loop must call again."""
+        """Take requests and send for one slice of time; return whether the loop must call again."""
         assert self._loop is not None
         assert self._pump is not None
         self._cancel_retry()
         burst = min(_REQUESTS_AT_A_TIME, MAX_CLIENTS - len(self._clients))
         has_more = burst > 0 and drain(self._socket, self._receive, self._take, burst)
         has_sent = False
+        deadline = time.perf_counter() + _SLICE_S
         for _ in range(len(self._clients)):
-            has_sent |= self._serve(self._clients.popleft())
+            if self._serve(self._clients.popleft()):
+                has_sent = True
+                if time.perf_counter() > deadline:
+                    break
         if not self._clients:
             self._idle.set()
-        elif has_sent:
+        if has_sent:  # sending may swallow the notification of a request
             return True
-        elif not has_more:
+        if self._clients and not has_more:
             # ZeroMQ may report room for one client while another one is served; the descriptor is silent then.
             self._retry = self._loop.call_later(_RETRY_S, self._pump.run)
         return has_more
@@ -139,7 +144,7 @@ class ReplayServer:
         self._limiter.warn(logger, text, self._endpoint, address, frame.bytes.hex(), error)
 
     def _serve(self, client: _Client) -> bool:
-        """Send a few batches, and queue the client again unless its answer is over; True if anything was sent."""
+        """Send a few batches, and queue the client again unless its answer is over; True unless it has no room."""
         send = self._socket.send
         for count in range(_BATCHES_AT_A_TIME):
             if client.entries:
@@ -152,8 +157,7 @@ class ReplayServer:
                     send(frame, _MORE)
                 send(last, zmq.NOBLOCK)
             except zmq.Again:
-                self._wait_for(client)
-                return count > 0
+                return self._give_up(client) or count > 0
             except zmq.ZMQError as error:  # EHOSTUNREACH: the client is gone
                 self._stats.abandoned_replays += 1
                 logger.debug("replay %s: client %s left: %s", self._endpoint, client.identity.hex(), error)
@@ -166,12 +170,13 @@ class ReplayServer:
         self._clients.append(client)
         return True
 
-    def _wait_for(self, client: _Client) -> None:
-        """Queue a client again that has no room, unless it has read nothing for too long."""
+    def _give_up(self, client: _Client) -> bool:
+        """Give up a client that has read nothing for too long, or queue it again; True if it is given up."""
         waited = time.monotonic() - client.moved
         if waited < STALLED_S:
             self._clients.append(client)
-            return
+            return False
         self._stats.abandoned_replays += 1
         text = "replay %s: client %s has read nothing for %.0f s; giving it up"
         logger.warning(text, self._endpoint, client.identity.hex(), waited)
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from typing import Any
@@ -143,3 +144,48 @@ async def test_a_client_that_leaves_is_forgotten(ends: Ends, raw: Any) -> None:
     await until(lambda: publisher.stats().replay_requests == 1)
     leaving.socket.close()
     await until(lambda: publisher.stats().abandoned_replays == 1)
+
+
+async def test_requests_that_arrive_while_answers_are_sent_are_answered(ends: Ends) -> None:
+    publisher = ends.publisher()
+    publisher.publish(batch(0))
+    await publisher.flush(PATIENCE_S)
+
+    def ask_at_once() -> None:
+        with zmq.Context() as context:
+            clients = [context.socket(zmq.DEALER) for _ in range(4)]
+            try:
+                for client in clients:
+                    client.connect(publisher.replay_endpoint)
+                for _ in range(300):
+                    for client in clients:
+                        client.send_multipart(wire.request(0))
+                    for client in clients:
+                        for _ in ("the batch", "the end"):
+                            assert client.poll(PATIENCE_S * 1000), "this request was not noticed"
+                            client.recv_multipart()
+            finally:
+                for client in clients:
+                    client.close(linger=0)
+
+    await asyncio.to_thread(ask_at_once)
+    assert publisher.stats().replayed == 4 * 300
+
+
+@pytest.mark.slow_on_uvloop
+async def test_answers_to_many_clients_leave_time_to_the_loop(
+    ends: Ends, raw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay_server, "_SLICE_S", 0.0)
+    publisher = ends.publisher()
+    for n in range(50):
+        publisher.publish(batch(n))
+    await publisher.flush(PATIENCE_S)
+    clients = [raw(zmq.DEALER, publisher.replay_endpoint) for _ in range(16)]
+    for client in clients:
+        client.socket.send_multipart(wire.request(0))
+    most = 0
+    while (before := publisher.stats().replayed) < 16 * 50:
+        await asyncio.sleep(0)
+        most = max(most, publisher.stats().replayed - before)
+    assert most <= 2 * replay_server._BATCHES_AT_A_TIME, "one client in each call"
