@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Unpack
 
 from aioshm.arguments import check_plain
 from aioshm.closing import Closing, warn_not_closed
-from aioshm.errors import PublisherClosed, QueueFull
+from aioshm.errors import EndClosed, PublisherClosed, QueueFull
 from aioshm.events.config import (
     CLOSE_TIMEOUT_S,
     DEFAULT_BUFFER_STEPS,
@@ -25,6 +25,7 @@ from aioshm.process.limits import check_descriptors, naming_limits
 from aioshm.process.loop_thread import shared_loop
 
 _LOOP_DESCRIPTORS = 8  # enough for any event loop
+_ENDED = "the thread of this event publisher has ended"
 
 
 class ThreadedEventPublisher(Closing, CorePublisher):
@@ -95,13 +96,21 @@ class ThreadedEventPublisher(Closing, CorePublisher):
         except QueueFull:
             if not self._blocks:
                 raise
-            self._host.run(lambda: self._core.put(events, timeout))
+            self._wait_for_room(events, timeout)
 
     def _wake(self) -> None:
         try:
             self._host.loop.call_soon_threadsafe(self._core.drain)
         except RuntimeError:
-            raise PublisherClosed("the thread of this event publisher has ended") from None
+            raise PublisherClosed(_ENDED) from None
+
+    def _wait_for_room(self, events: EventBatch, timeout: float | None) -> None:
+        try:
+            self._host.run(lambda: self._core.put(events, timeout))
+        except PublisherClosed:
+            raise
+        except EndClosed:
+            raise PublisherClosed(_ENDED) from None
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all batches published so far have been passed to ZeroMQ.
@@ -111,8 +120,9 @@ class ThreadedEventPublisher(Closing, CorePublisher):
 
         Raises:
             TimeoutError: Some batches still wait; the text says how many.
+            RoleError: Called in a forked child, which does not have the thread.
         """
-        if not self._core.outbox.closed:
+        if self._core.inherited or not self._core.outbox.closed:
             self._host.run(lambda: self._core.flush(timeout))
 
     def shutdown(self, timeout: float = CLOSE_TIMEOUT_S) -> None:

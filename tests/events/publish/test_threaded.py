@@ -113,6 +113,8 @@ class TestThreaded:
                 try:
                     with publisher, pytest.raises(RoleError, match="belongs to process"):
                         publisher.publish(batch(1))
+                    with pytest.raises(RoleError, match="belongs to process"):
+                        publisher.flush()
                     publisher.shutdown()
                     code = 0
                 finally:
@@ -177,8 +179,8 @@ class TestThreaded:
         with ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True) as publisher:
             with monkeypatch.context() as patched:
                 patched.setattr(publisher, "_host", ended)  # as when Python ends
-                with pytest.raises(PublisherClosed, match="thread of this event publisher has ended"):
-                    for _ in range(2):
+                for _ in ("room for one batch", "no room"):
+                    with pytest.raises(PublisherClosed, match="thread of this event publisher has ended"):
                         publisher.publish(batch(0))
 
     def test_ctrl_c_interrupts_the_wait(self) -> None:
