@@ -194,6 +194,10 @@ class EventSource:
             self._quiet_checks += 1
             self._check_at = None
             self._tracker.check()
+        elif not self._tracker.out:  # the timer was set for an earlier time
+            self._timer.call_at(self._tracker.gone_at(now))
+            self._timer.call_at(self._check_at)
+            return
         self._run()
 
     def _end_wait_for_answer(self) -> None:
