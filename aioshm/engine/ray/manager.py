@@ -159,9 +159,10 @@ class CoreEngineActorManager(Closing, AsyncClosing):
             else:
                 groups = list(placement_groups)
                 cluster.await_groups(groups, deadline)
-            for rank, group in enumerate(groups):
-                engine = self._engines[rank] = _Engine()
-                engine.group = group
+            for rank, group in enumerate(groups):  # all, before any actor: `close` removes the groups that it knows
+                self._engines[rank] = _Engine()
+                self._engines[rank].group = group
+            for rank, engine in self._engines.items():
                 engine.actor = self._create(rank, engine)
                 if local_dp_ranks is not None:
                     engine.actor.local_rank = local_dp_ranks[rank]
@@ -406,13 +407,14 @@ class CoreEngineActorManager(Closing, AsyncClosing):
         """
         with ProcessWatch(manager=self) as watch:
             while not self._closed:
+                over = all(actor.ended for actor in self.actors)  # first: an actor may fail meanwhile
                 for actor in self.actors:
-                    if actor.ended and actor.exitcode != 0:
+                    if actor.ended and actor.exitcode != 0 and not self._closed:
                         ended = "died"
                         if actor.exitcode is not None:
                             ended = f"exited with code {actor.exitcode}"
                         raise EngineDead("\n".join([f"{actor} {ended}", *actor.last_words]))
-                if all(actor.ended for actor in self.actors):
+                if over:
                     break
                 await watch.next()
         return self.finished_procs()

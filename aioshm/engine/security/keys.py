@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import zmq
@@ -81,6 +81,10 @@ class EngineCredentials(msgspec.Struct, frozen=True, tag="aioshm-engine-credenti
 
     def __repr__(self) -> str:
         return f"<EngineCredentials of engine {self.rank}>"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """Return no fields: rich would show those of a struct, and these are secret."""
+        return []
 
 
 class EngineKeys(msgspec.Struct, frozen=True, tag="aioshm-engine-keys"):
@@ -196,6 +200,10 @@ class EngineKeys(msgspec.Struct, frozen=True, tag="aioshm-engine-keys"):
     def __repr__(self) -> str:
         return "<EngineKeys>"
 
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """Return no fields: rich would show those of a struct, and these are secret."""
+        return []
+
 
 AnyKeys: TypeAlias = EngineKeys | EngineCredentials
 _decode: Callable[[bytes], AnyKeys] = msgspec.json.Decoder(EngineKeys | EngineCredentials).decode
@@ -297,5 +305,5 @@ def _read(path: str | os.PathLike[str]) -> AnyKeys:
         text = stream.read(_MAX_FILE_BYTES)
     try:
         return _decode(text)
-    except msgspec.MsgspecError as error:
+    except ValueError as error:  # of msgspec, or the file is no UTF-8
         raise ValueError(f"{os.fspath(path)} holds no keys of engines: {error}") from None

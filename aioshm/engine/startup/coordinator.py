@@ -164,8 +164,9 @@ class EngineStartupCoordinator(AsyncClosing):
             raise RoleError("a startup of engines is waited for inside `async with`")
         outcome = self._begin()
         await asyncio.wait([outcome], timeout=timeout)
-        if not outcome.done():
+        if self._reads and not outcome.done():
             raise TimeoutError(f"engines are not ready after {timeout} s: {self.progress}")
+        await asyncio.wait([outcome])  # decided; the engines of a failed startup may still be stopping
         return outcome.result()
 
     def _begin(self) -> asyncio.Task[StartupReport]:
@@ -262,12 +263,12 @@ class EngineStartupCoordinator(AsyncClosing):
         self._reads = False
         self._news.set()
         if self._router is not None:
+            outcome = self._begin()
             try:
-                outcome = self._begin()
                 await completed(outcome)
-                if not outcome.cancelled():
-                    outcome.exception()  # retrieved, if nobody waits for it
             finally:
+                if outcome.done() and not outcome.cancelled():
+                    outcome.exception()  # retrieved, if nobody waits for it
                 self._router.close()
 
     def __del__(self) -> None:

@@ -17,7 +17,7 @@ from aioshm.engine.ray import actor as acting
 from aioshm.engine.ray import cluster
 from aioshm.engine.ray import manager as managing
 from aioshm.engine.ray.placement import Node
-from aioshm.errors import EngineStartupError, RoleError
+from aioshm.errors import EngineDead, EngineStartupError, RoleError
 
 NEEDS = EngineNeeds()
 
@@ -183,6 +183,7 @@ def test_stopping_or_closing_ends_the_wait_for_room(by: str, ray: Ray, managed: 
             manager._stop(1)
         else:
             manager.close()
+        assert not manager._engines[1].busy.locked(), "no thread uses Ray any more"
         with pytest.raises(RoleError, match="engine 1 is stopped" if by == "stop" else "is closed"):
             future.result()
     ray.room = ["a"]
@@ -205,6 +206,36 @@ def test_actor_that_gets_no_engine_is_killed(ray: Ray, managed: Managed) -> None
     with pytest.raises(TypeError, match="pickled"):
         managed("a")
     assert ray.killed == [1, 0]
+
+
+def test_actor_that_cannot_be_created_leaves_no_group(
+    ray: Ray, managed: Managed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(group: str, _: Any) -> Any:
+        raise ValueError("runtime_env is invalid")
+
+    monkeypatch.setattr(acting, "_create", refuse)
+    with pytest.raises(ValueError, match="runtime_env is invalid"):
+        managed("a", "b")
+    assert ray.removed == ["a group of 0", "b group of 1"]
+
+
+async def test_failure_at_the_last_moment_is_raised(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = managed("a")
+    looks = 0
+
+    def ended(actor: acting.EngineActor) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 2:  # a thread of Ray's notes it between two looks
+            actor.handle.outcome.set_exception(RuntimeError("out of memory"))
+        return actor._ended.is_set()
+
+    ray_exceptions = SimpleNamespace(RayActorError=OSError)
+    monkeypatch.setattr(acting.require_ray(), "exceptions", ray_exceptions, raising=False)
+    monkeypatch.setattr(acting.EngineActor, "ended", property(ended))
+    with pytest.raises(EngineDead, match="exited with code 1\nout of memory"):
+        await manager.join_first()
 
 
 def test_given_groups_are_not_replaced(ray: Ray, managed: Managed) -> None:

@@ -55,6 +55,11 @@ class TestKeys:
         with pytest.raises(RoleError, match="the keys of engine 1, and engine 2 needs its own"):
             one.for_engine(2)
 
+    def test_rich_shows_no_secret(self) -> None:
+        keys = EngineKeys.generate()
+        for each in (keys, keys.for_engine(1)):
+            assert list(each.__rich_repr__()) == []
+
     def test_bad_secrets(self) -> None:
         with pytest.raises(ValueError, match="secret must be 32 bytes, not 3"):
             EngineKeys(b"abc")
@@ -80,11 +85,14 @@ class TestFiles:
         with pytest.raises(PermissionError, match="must be this user's alone: chmod 600"):
             EngineKeys.load(tmp_path / "keys")
 
-    @pytest.mark.parametrize("text", ["", "{}", "[]", '{"type":"aioshm-engine-keys"}', '{"type":"x","secret":"AA=="}'])
-    def test_file_without_keys_is_refused(self, text: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "text",
+        [b"", b"{}", b"[]", b'{"type":"aioshm-engine-keys"}', b'{"type":"x","secret":"AA=="}', b'{"type":"\xff"}'],
+    )
+    def test_file_without_keys_is_refused(self, text: bytes, tmp_path: Path) -> None:
         path = tmp_path / "keys"
         path.touch(0o600)
-        path.write_text(text)
+        path.write_bytes(text)
         with pytest.raises(ValueError, match="keys holds no keys of engines"):
             EngineKeys.load(path)
 

@@ -213,6 +213,52 @@ class TestProcesses:
                 with pytest.raises(EngineStartupError, match="no progress"):
                     await startup.wait(20)
 
+    async def test_failure_is_raised_although_the_time_is_up_before_all_have_stopped(self, path: str) -> None:
+        stopping = asyncio.Event()
+        go_on = asyncio.Event()
+
+        async def aclose() -> None:
+            stopping.set()
+            await go_on.wait()
+
+        async with managed(path, ("before HELLO", "exit 3")) as manager:
+            manager.aclose = aclose  # type: ignore[method-assign]
+            async with starting(path, 1, manager) as startup:
+                waiting = asyncio.create_task(startup.wait(1000))
+                await stopping.wait()
+                late = asyncio.create_task(startup.wait(0.01))
+                await asyncio.wait([late], timeout=0.05)
+                go_on.set()
+                for each in (waiting, late):
+                    with pytest.raises(EngineStartupError, match="exited with code 3"):
+                        await each
+
+    async def test_leaving_that_is_cancelled_logs_no_lost_error(
+        self, path: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        stopping = asyncio.Event()
+        go_on = asyncio.Event()
+
+        async def aclose() -> None:
+            stopping.set()
+            await go_on.wait()
+
+        async with managed(path, LOADING) as manager:
+            manager.aclose = aclose  # type: ignore[method-assign]
+            startup = starting(path, 1, manager)
+            startup.open()
+            leaving = asyncio.create_task(startup.aclose())
+            await stopping.wait()
+            leaving.cancel()
+            await asyncio.sleep(0)
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            del startup, leaving
+            await asyncio.sleep(0.01)
+            gc.collect()
+        assert "never retrieved" not in caplog.text
+
     async def test_cancelled_at_every_moment(self, path: str) -> None:
         """However far it has got, nothing is left, and the manager is closed unless all were ready."""
         for turns in range(0, 60, 3):
