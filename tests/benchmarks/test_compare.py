@@ -56,11 +56,9 @@ def test_streams_and_round_trips_as_json() -> None:
 
 @pytest.mark.slow
 def test_arrays_that_are_loaned_leases_and_memory() -> None:
-    report = json.loads(run("--only", "loaned", "lease-256k", "memory", "--json", "-").stdout)
+    report = json.loads(run("--only", "loaned", "lease-1m", "memory", "--json", "-").stdout)
     assert report["failures"] == []
-    assert {("256 KiB tensor that waits", "aioshm leased", 1), ("16 MiB, loaned", "aioshm loaned", 1)} <= measured(
-        report
-    )
+    assert {("1 MiB tensor that waits", "aioshm leased", 1), ("16 MiB, loaned", "aioshm loaned", 1)} <= measured(report)
     kept = {promise["text"]: promise["kept"] for promise in report["promises"]}
     [copied] = [text for text in kept if "bytes copied of each" in text]
     [resident] = [text for text in kept if "memory of the ring" in text]
