@@ -255,10 +255,10 @@ def _decode_event(raw: msgspec.Raw) -> KVEvent:
 
 
 def _unknown(tag: str | None, raw: msgspec.Raw, reason: str) -> UnknownEvent:
-    data: Any = msgspec.Raw(bytes(memoryview(raw)))  # a copy, which does not keep the payload alive
     try:
-        data = msgspec.msgpack.decode(data)
+        data = msgspec.msgpack.decode(raw)
     except _BAD_BYTES as error:
+        data = msgspec.Raw(bytes(memoryview(raw)))  # a copy, which does not keep the payload alive
         reason = f"unreadable: {error}"
     return UnknownEvent(tag, data, reason)
 
