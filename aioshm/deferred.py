@@ -18,8 +18,14 @@ def import_when_used(package: str, file: str) -> tuple[Callable[[str], Any], Cal
         package: The ``__name__`` of the package.
         file: The ``__file__`` of the package.
     """
-    with open(f"{splitext(file)[0]}.pyi") as stub:
-        lines = [line.split() for line in stub if line.startswith("from ")]
+    try:
+        with open(f"{splitext(file)[0]}.pyi") as stub:
+            text = stub.read()
+    except NotADirectoryError:  # the package is in a zip archive
+        from pkgutil import get_data  # takes 5 ms
+
+        text = (get_data(package, "__init__.pyi") or b"").decode()
+    lines = [line.split() for line in text.splitlines() if line.startswith("from ")]
     home_of = {name: home for _, home, _, name, *_ in lines}
     inside = f"{package}."
     below = {home.removeprefix(inside).partition(".")[0] for home in home_of.values() if home.startswith(inside)}

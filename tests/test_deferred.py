@@ -7,6 +7,7 @@ import errno
 import importlib
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ import aioshm.observe
 import aioshm.process
 import aioshm.testing
 from aioshm.deferred import import_when_used
-from aioshm.process.proc import process_state
+from aioshm.process.proc import process_info, process_state
 
 
 def loaded_by(program: str) -> set[str]:
@@ -94,6 +95,18 @@ def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         find("math")
 
 
+def test_a_package_in_a_zip_archive_has_its_names(tmp_path: Path) -> None:
+    code = "from aioshm.deferred import import_when_used\n"
+    code += "__getattr__, __dir__, __all__ = import_when_used(__name__, __file__)\n"
+    path = str(tmp_path / "packages.zip")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("zipped/__init__.py", code)
+        archive.writestr("zipped/__init__.pyi", "from math import pi as pi\n")
+    program = f"import sys; sys.path.insert(0, {path!r}); import zipped; print(zipped.__all__, zipped.pi)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("['pi'] 3.14")
+
+
 def test_a_process_is_not_visible_where_no_descriptor_is_left_to_import_what_looks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -105,3 +118,4 @@ def test_a_process_is_not_visible_where_no_descriptor_is_left_to_import_what_loo
     monkeypatch.delitem(sys.modules, "psutil", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Full(), *sys.meta_path])
     assert process_state(1) == "not visible from here"
+    assert process_info(1).state == "not visible from here"

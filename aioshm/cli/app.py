@@ -6,8 +6,10 @@ import asyncio
 import errno
 import io
 import os
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Coroutine, Sequence
 from importlib import import_module
 from typing import Annotated, Any, TypeVar
@@ -105,7 +107,8 @@ def _run(args: Sequence[str]) -> int:
         code = command.main(list(args), prog_name="aioshm", standalone_mode=False)
     except _UsageError as error:
         message = " ".join(str(getattr(error, "format_message", error.__str__)()).split())
-        raise CommandFailed(f"{message.rstrip('.')} (see aioshm --help)", UNUSABLE) from None
+        path = getattr(getattr(error, "ctx", None), "command_path", "aioshm")
+        raise CommandFailed(f"{message.rstrip('.')} (see {path} --help)", UNUSABLE) from None
     except typer.Abort:
         code = _INTERRUPTED
     if code == _INTERRUPTED:
@@ -114,7 +117,11 @@ def _run(args: Sequence[str]) -> int:
 
 
 def _fail(failure: CommandFailed) -> int:
-    print(f"aioshm: {failure}", file=sys.stderr)
+    text = f"aioshm: {failure}"
+    if "COLUMNS" in os.environ or (sys.stderr is not None and sys.stderr.isatty()):
+        width = shutil.get_terminal_size().columns
+        text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    print(text, file=sys.stderr)
     return failure.exit_code
 
 

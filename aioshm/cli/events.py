@@ -54,7 +54,14 @@ _RECEIVE_S = 3600.0
 _WIRES: dict[Encoding, Wire] = {"map": "vllm-0.24+", "array": "vllm-0.9"}
 _NO_PUBLISHER = "no publisher is connected yet; waiting for one"
 
-events: typer.Typer = typer.Typer(no_args_is_help=True, help="KV-cache events: tail, record, replay, stats.")
+events: typer.Typer = typer.Typer()
+
+
+@events.callback(invoke_without_command=True)
+def _root(ctx: typer.Context) -> None:
+    """KV-cache events: tail, record, replay, stats."""
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
 
 
 @events.command()

@@ -254,7 +254,8 @@ class _Screen:
     def show_healthy(self, report: Report) -> None:
         label = report.queue.label
         per_s = report.queue.writer.messages_per_s or 0.0
-        texts = [f"{tables.count(per_s)} messages/s", *(suspect.text for suspect in report.suspects)]
+        texts = [f"{tables.count(per_s)} messages/s, {tables.count(report.queue.writer.lag)} unread"]
+        texts += [f"the {suspect.side} {suspect.text}" for suspect in report.suspects]
         self.show(f"{label}: no end holds the queue up ({'; '.join(texts)})", bold=label)
 
     def show_process(self, report: ProcessReport, started: Iterable[StartedProcess]) -> None:

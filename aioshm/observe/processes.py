@@ -17,7 +17,7 @@ import msgspec
 from aioshm.config import Options
 from aioshm.observe.scan import RESCAN_S, Segment, find_segments
 from aioshm.observe.suspects import WINDOW_S
-from aioshm.process.proc import STOPPED_STATES, child_name, parent_of, process_info
+from aioshm.process.proc import STOPPED_STATES, child_name, parent_of, process_info, process_state
 from aioshm.process.progress import (
     BUSY,
     CELL_BYTES,
@@ -167,7 +167,7 @@ class _Process:
     def look(self) -> StartedProcess | None:
         """Read the cell; None: the process is gone, or the file is not a cell."""
         sample = parse_cell(self.read(CELL_BYTES, 0))
-        kernel_state = process_info(self.pid).state
+        kernel_state = process_state(self.pid)
         if sample is None or kernel_state in ("gone", "zombie"):
             return None
         state, seconds = self.history.look(sample, time.monotonic_ns())

@@ -40,14 +40,13 @@ class QueueNotFound(AioshmError):
 
     Attributes:
         key: The name, id or pid of the search.
-        there_are: All queues of this user on this host.
+        there_are: The queues that match; if none does, all queues of this user on this host.
     """
 
     def __init__(self, key: str, problem: str, there_are: Iterable[str]) -> None:
         self.key = key
         self.there_are: tuple[str, ...] = tuple(there_are)
-        names = ", ".join(self.there_are) or "none"
-        super().__init__(f"{problem}; queues of this user on this host: {names}")
+        super().__init__(f"{problem}: {', '.join(self.there_are) or 'none'}")
 
 
 @dataclass(slots=True)
@@ -185,7 +184,7 @@ def find_queue(key: str) -> QueueSnapshot:
 
     Raises:
         NoProc: There is no ``/proc``.
-        QueueNotFound: No queue, or more than one, matches; the text lists all queues.
+        QueueNotFound: No queue, or more than one, matches; the text lists the queues to choose from.
     """
     return chosen(key, find_queues())
 
@@ -199,9 +198,12 @@ def chosen(key: str, queues: Iterable[QueueSnapshot]) -> QueueSnapshot:
     if len(found) == 1:
         return found[0]
     if found:
-        labels = [f"{queue.header.queue_id[:12]}" for queue in found]
-        raise QueueNotFound(key, f"{key!r} is {len(found)} queues ({', '.join(labels)}): say which by its id", ())
-    raise QueueNotFound(key, f"there is no queue {key!r}", (_named(queue) for queue in queues))
+        labels = [queue.label for queue in found]
+        if len({*labels}) < len(labels):  # one name
+            labels = [queue.header.queue_id[:12] for queue in found]
+        raise QueueNotFound(key, f"{key!r} matches {len(found)} queues, say which", labels)
+    problem = f"there is no queue {key!r}; queues of this user on this host"
+    raise QueueNotFound(key, problem, (_named(queue) for queue in queues))
 
 
 def _named(queue: QueueSnapshot) -> str:

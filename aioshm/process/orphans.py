@@ -100,7 +100,7 @@ def zombies_of(parent: int) -> list[int]:
 
 def _reap_all(leader: int) -> None:
     while True:
-        with suppress(OSError):  # no descriptor is left
+        with suppress(ImportError, OSError):  # no descriptor is left, perhaps to import psutil
             if not _reap_exited(leader):
                 return
         time.sleep(_RECHECK_S)

@@ -76,9 +76,10 @@ def is_frozen(pid: int, root: Path = Path("/")) -> bool:
             _, controllers, path = line.split(":", 2)
             if not controllers and "frozen 1" in _read_if_there(groups / path.lstrip("/") / "cgroup.events"):
                 return True
-            v1_state = groups / "freezer" / path.lstrip("/") / "freezer.state"
-            if controllers == "freezer" and "FROZEN" in _read_if_there(v1_state):
-                return True
+            if controllers == "freezer":
+                v1_state = groups / "freezer" / path.lstrip("/") / "freezer.state"
+                if "FROZEN" in _read_if_there(v1_state):
+                    return True
     except (OSError, ValueError):
         pass
     return False
@@ -140,10 +141,12 @@ def is_own_process(pid: int) -> bool:
 
 def process_info(pid: int) -> ProcessInfo:
     """Return the state of a process, its command line and its CPU time."""
-    import psutil
-
     inner_pid = int(_status(pid).get("NSpid", str(pid)).split()[-1])
     info = ProcessInfo(pid=pid, inner_pid=inner_pid, state=process_state(pid))
+    if info.state == NOT_VISIBLE:  # perhaps no descriptor is left to import psutil
+        return info
+    import psutil
+
     with suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
         with process.oneshot():
@@ -186,13 +189,16 @@ def _is_child(command: list[str]) -> bool:
 
 def _command(process: psutil.Process) -> str:
     """Return the command line of a process; a child of multiprocessing is called by its name and its program."""
+    import psutil
+
     command = process.cmdline()
     if not _is_child(command):
         return one_line(command)
-    parent = process.parent()
-    if parent is None or parent.exe() != process.exe():  # the parent has died
-        return "child of multiprocessing"
-    return f"{_child_name(command) or 'child'} of {_command(parent)}"
+    with suppress(psutil.Error, OSError):  # the parent belongs to another user
+        parent = process.parent()
+        if parent is not None and parent.exe() == process.exe():  # else the parent has died
+            return f"{_child_name(command) or 'child'} of {_command(parent)}"
+    return "child of multiprocessing"
 
 
 def one_line(command: list[str]) -> str:

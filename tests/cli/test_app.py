@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ def test_version_by_the_command():
     [
         ([], ["demo", "doctor", "events", "export", "ls", "inspect", "top", "who", "dump"]),
         (["--help"], ["demo", "doctor", "events", "export", "ls", "inspect", "top", "who", "dump"]),
+        (["events"], ["tail", "record", "replay", "stats"]),
         (["demo", "--help"], ["--readers", "--remote", "--repeat", "--engines", "--json"]),
     ],
     ids=str,
@@ -44,11 +46,45 @@ def test_help_names_commands_and_options(capsys, args, words):
     assert err == ""
 
 
-def test_unknown_command_is_one_line(capsys):
-    assert run(["demmo"]) == 2
+@pytest.mark.parametrize(
+    ("args", "word", "command"),
+    [
+        (["demmo"], "'demmo'", "aioshm"),
+        (["inspect"], "queue", "aioshm inspect"),
+        (["events", "replay", "--sped"], "--sped", "aioshm events replay"),
+    ],
+)
+def test_wrong_command_line_is_one_line(capsys, monkeypatch, args, word, command):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert run(args) == 2
     err = capsys.readouterr().err
-    assert "'demmo'" in err
+    assert word in err.lower()
+    assert err.endswith(f" (see {command} --help)\n")
     assert err.count("\n") == 1
+
+
+def test_error_is_folded_to_the_columns(capsys, monkeypatch):
+    name = "a-name-of-a-queue-that-is-longer-than-a-line"
+    monkeypatch.setenv("COLUMNS", "40")
+    assert run(["inspect", name]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if len(line) > 40 and " " in line.strip()] == []
+    assert f"aioshm: there is no queue '{name}'; queues of this user on this host: " in " ".join(
+        line.strip() for line in lines
+    )
+
+
+def test_error_is_folded_on_a_terminal():
+    master, slave = pty.openpty()
+    with open(master, "rb", buffering=0) as terminal:
+        command = [sys.executable, "-m", "aioshm", "inspect", "a-name-of-a-queue-that-nobody-has"]
+        env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=slave, env=env)
+        os.close(slave)
+        lines = terminal.read(4096).decode().splitlines()
+    assert done.returncode == 2
+    assert lines[0] == "aioshm: there is no queue 'a-name-of-a-queue-that-nobody-has'; queues of this"
+    assert lines[1].startswith("  user on this host: ")
 
 
 @pytest.mark.parametrize("name", ["typer", "rich"])

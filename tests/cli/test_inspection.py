@@ -196,7 +196,7 @@ class TestWho:
         asyncio.run(main())
         assert NAME not in said[0]
         assert re.search(r"^healthy: (?!0)\d+ queues?, \d+ process", said[0], re.M)
-        assert f"{NAME}: no end holds the queue up (0 messages/s" in said[1]
+        assert f"{NAME}: no end holds the queue up (0 messages/s, 0 unread; the writer has nothing" in said[1]
         assert "healthy" not in said[1]
 
     def test_a_process_without_a_queue(self, call: Call) -> None:

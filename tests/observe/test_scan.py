@@ -127,7 +127,7 @@ class TestChoosing:
         [
             ("nope", r"there is no queue 'nope'; queues .*: steps \(its writer is gone\), cdcdcdcd"),
             ("aba", "there is no queue 'aba'"),
-            ("8", r"'8' is 2 queues \(cdcdcdcdcdcd, cdcecdcecdce\)"),
+            ("8", "'8' matches 2 queues, say which: cdcdcdcd, cdcecdce$"),
             ("", "there is no queue ''"),
         ],
     )
@@ -136,6 +136,15 @@ class TestChoosing:
             chosen(key, queues)
         assert caught.value.key == key
         assert isinstance(caught.value, AioshmError)
+
+    @pytest.mark.parametrize(
+        ("name", "there_are"),
+        [("", ("steps", "cdcdcdcd")), ("other", ("steps", "other")), ("steps", ("abababababab", "cdcdcdcdcdcd"))],
+    )
+    def test_several_of_one_process_are_named(self, name: str, there_are: tuple[str, ...]) -> None:
+        with pytest.raises(QueueNotFound, match=f": {', '.join(there_are)}$") as caught:
+            chosen("7", [self.queue("steps", "ab" * 16, 7), self.queue(name, "cd" * 16, 7)])
+        assert caught.value.there_are == there_are
 
 
 class TestWatch:

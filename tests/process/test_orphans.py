@@ -73,6 +73,19 @@ def test_exited_orphans_are_reaped_where_no_thread_can_be_started(tmp_path: Path
     assert (result.stdout, result.stderr) == ("0 []\n", "")
 
 
+def test_orphans_are_reaped_once_there_are_descriptors_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reap_exited(leader: int) -> bool:
+        if failures:
+            raise failures.pop()
+        return False
+
+    failures = [ImportError("psutil: too many open files"), OSError(errno.EMFILE, "too many open files")]
+    monkeypatch.setattr(orphans, "_reap_exited", reap_exited)
+    monkeypatch.setattr(orphans, "_RECHECK_S", 0.0)
+    orphans._reap_all(1)  # in a thread of its own in `reap_left_by`, which nobody else awaits
+    assert not failures
+
+
 def test_systems_without_subreapers_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(OSError, match="darwin has no subreapers") as caught:

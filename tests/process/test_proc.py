@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,6 +63,20 @@ def test_process_that_is_stopped_and_then_gone_is_described() -> None:
     found = process_info(child.pid)
     assert (found.pid, found.state, found.command, found.cpu_s) == (child.pid, "gone", "", 0)
     assert wait_channel(child.pid) == ""
+
+
+def test_child_of_multiprocessing_is_named_even_if_its_parent_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(process: psutil.Process) -> str:
+        raise psutil.AccessDenied(process.pid)
+
+    program = "if 0: from multiprocessing.spawn import spawn_main\nimport time; time.sleep(100)"
+    with subprocess.Popen([sys.executable, "-c", program]) as child:
+        try:
+            eventually(lambda: process_info(child.pid).command.startswith("child of "))
+            monkeypatch.setattr(psutil.Process, "exe", forbidden)
+            assert process_info(child.pid).command == "child of multiprocessing"
+        finally:
+            child.kill()
 
 
 def test_process_of_another_user_is_not_own(monkeypatch: pytest.MonkeyPatch) -> None:
