@@ -211,7 +211,6 @@ async def _ask(client: engine.EngineClient, line: str, rank: int | None = None) 
 
 async def _run_engines(n_engines: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Start engines, send requests, kill the last engine; return the measurements."""
-    logging.getLogger("aioshm").addHandler(logging.NullHandler())  # the demo prints deaths itself
     places: dict[str, Any] = {}
     if sys.platform == "linux":  # abstract addresses leave no files if this process is killed
         handshake, requests, outputs = (f"ipc://@aioshm-{secrets.token_hex(8)}" for _ in range(3))
@@ -273,6 +272,7 @@ def demo(
 
     if not (readers or remote or engines):
         raise CommandFailed("--readers must be at least 1 without --remote", UNUSABLE)
+    logging.getLogger("aioshm").addHandler(logging.NullHandler())  # the demo prints deaths itself
     core = "native" if aioshm.native_core else "portable"
     loop = "uvloop" if LOOP else "asyncio"
     say(f"aioshm {aioshm.__version__} ({core} core), {loop}")
