@@ -74,7 +74,7 @@ class EngineStartupCoordinator(AsyncClosing):
         proc_manager, coord_process: See above.
         watched_processes: See `StartupOptions`; may be set until the first `wait`.
         handshake: The states of the engines, and their messages.
-        report: The answers of the engines; None until all are ready.
+        report: The answers of the engines; None until `wait` has found all of them ready.
 
     Raises:
         TypeError, ValueError: An argument is invalid; the text names it.

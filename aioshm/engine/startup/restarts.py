@@ -190,7 +190,7 @@ class EngineRestarts:
         for found in self._watch.take():
             rank = engine_of(found)
             if found.name == COORDINATOR:
-                self._spawn(self._bring_back_coordinator(found.describe()), "coordinator")
+                self._spawn(self._bring_back_coordinator(found), "coordinator")
             elif rank in self.lives:
                 self._engine_exited(self.lives[rank], found)
 
@@ -297,13 +297,15 @@ class EngineRestarts:
             life.enter("running")
             logger.info("engine %d (pid %d) is ready, after %d restarts", rank, life.pid, life.history.restarts)
 
-    async def _bring_back_coordinator(self, cause: str) -> None:
+    async def _bring_back_coordinator(self, found: ProcessExit) -> None:
         coordinator = self._launch.coordinator
         assert coordinator is not None
-        if self._all.is_starting:
-            return  # the coordinator is restarted with all engines
+        if self._all.fallen is not None or coordinator.proc.pid != found.pid:
+            return  # the coordinator is restarted with all engines, or was
 
         async def start() -> str:
+            if coordinator.proc.exitcode is None:
+                return ""  # it was restarted with all engines meanwhile
             try:
                 await self._restart_coordinator(coordinator)
             except Exception as error:
@@ -311,7 +313,7 @@ class EngineRestarts:
             return ""
 
         life = self._coordinator_life
-        if not await life.bring_back(cause, start):
+        if not await life.bring_back(found.describe(), start):
             self._give_up(f"the coordinator is in a crash loop: {life.history.story}", None)
 
     async def _restart_coordinator(self, coordinator: DPCoordinator) -> None:

@@ -217,6 +217,25 @@ async def test_death_in_lockstep_while_engines_start_restarts_all(tmp_path: Path
             assert len(await collected(supervisor.client.submit(ask(f"{rank}", 2), engine=rank))) == 2
 
 
+@pytest.mark.slow
+async def test_coordinator_that_dies_while_engines_in_lockstep_start_is_restarted(tmp_path: Path) -> None:
+    stuck = tmp_path / "stuck"
+    async with EngineSupervisor(
+        serve_one_by_one, 2, restart=MANY, lockstep=True, kwargs={"stuck": str(stuck)}
+    ) as supervisor:
+        coordinator = supervisor.launch.coordinator
+        assert coordinator is not None
+        stuck.touch()
+        stop(pids(supervisor)[1])
+        await until(lambda: [info.state for info in supervisor.engines] == ["starting"] * 2)
+        victim = coordinator.proc
+        victim.kill()
+        stuck.unlink()
+        await supervisor.wait_until_ready(30)
+        await until(lambda: coordinator.proc is not victim)
+        assert len(await collected(supervisor.client.submit(ask("a", 3)))) == 3
+
+
 @pytest.mark.parametrize("turns", [3, *(pytest.param(turns, marks=pytest.mark.slow) for turns in (0, 10))])
 async def test_closing_at_any_moment_of_a_restart_leaves_nothing(turns: int) -> None:
     async with EngineSupervisor(serve, 1, restart=MANY, layout=EngineLayout(coordinator=False)) as supervisor:
