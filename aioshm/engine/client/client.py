@@ -278,10 +278,13 @@ class EngineClient(AsyncClosing):
 
         Raises:
             EngineDead, QueueClosed, RoleError: See `submit`.
-            TypeError, ValueError: The rank is invalid or taken.
+            TypeError, ValueError: The rank is invalid or taken, or an engine is being removed.
         """
         identity(rank)
         self._link.check_own()
+        leaving = [each.rank for each in self._link.engines if each.leaving]
+        if leaving:
+            raise ValueError(f"engine {leaving[0]} is being removed, and must be the last one until then")
         self._link.add(rank)
         self._link.report_scale()
 
@@ -417,7 +420,12 @@ class EngineClient(AsyncClosing):
         """
         link = self._link
         link.check_ready()
-        engines = link.engines.in_service() if engine is None else [link.engines.choose(engine)]
+        if engine is not None:
+            engines = [link.engines.choose(engine)]
+        elif link.goes_on:
+            engines = link.engines.in_service()
+        else:  # with an engine that was just lost: the call fails, and does not return fewer results
+            engines = [each for each in link.engines if each.registration is not None and not each.leaving]
         calls: list[PendingCall] = []
         try:
             for each in engines:

@@ -123,7 +123,7 @@ class Engines:
             engine.turn = (place - first) % len(given) - len(given)
 
     def __iter__(self) -> Iterator[Engine]:
-        return iter(self._table.values())
+        return iter(list(self._table.values()))  # a copy: other threads read statistics
 
     def __len__(self) -> int:
         return len(self._table)
@@ -265,4 +265,7 @@ def _load_of(counts: Sequence[float]) -> tuple[float, int, float]:
 
 def again(error: E) -> E:
     """Return a copy of an error: each call raises an error with a traceback of its own."""
-    return copy(error)
+    other = copy(error)
+    if hasattr(error, "__notes__"):
+        other.__notes__ = error.__notes__.copy()
+    return other

@@ -324,9 +324,11 @@ class EngineLink:
         """Handle the death of an engine, or of all if the error names none."""
         if self.closed or self.dead is not None:
             return
+        engine = self.engines.get(error.engine)
+        if engine is not None and self.goes_on:
+            engine.death = error  # from here on, a report of its end is no news
         self.sockets.outputs.run()  # its last outputs
         self.engines.died += 1
-        engine = self.engines.get(error.engine)
         if engine is not None and self.goes_on:
             self._continue_without(engine, error)
             return
@@ -341,7 +343,6 @@ class EngineLink:
         self._expect_more()
         engine.registration = None
         engine.stall = ""
-        engine.death = error
         inboxes = [inbox for inbox in self.pending.inboxes.values() if inbox.engine is engine]
         moved = sum([self._resubmit(inbox, engine) for inbox in inboxes])
         failed = len(inboxes) - moved
@@ -417,8 +418,10 @@ class EngineLink:
             while self.pending.is_busy(engine):
                 self._idle.clear()
                 await self._idle.wait()
+                engine.leaving = True  # also if another task has stopped waiting for this engine
         except BaseException:
             engine.leaving = False
+            self._idle.set()
             raise
 
     def note_idle(self) -> None:

@@ -128,7 +128,7 @@ class Liveness:
 
     def _lose(self, engine: Engine, *, said_dead: bool = False) -> None:
         """Send no more requests to an engine, and report its death soon."""
-        if self._stopped:
+        if self._stopped or engine.rank in self._engines.removed:
             return
         self._link.heartbeats.forget(engine)
         said_dead = said_dead or self._nameless is not None  # the nameless report was about this engine
@@ -154,8 +154,7 @@ class Liveness:
     def _report(self, error: EngineDead) -> None:
         if self._stopped:
             return
-        if error.engine is None:
-            self._forget_nameless()
+        self._forget_nameless()
         engine = self._engines.get(error.engine)
         if engine is not None:
             self.forget(engine)

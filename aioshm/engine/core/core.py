@@ -230,6 +230,7 @@ class EngineCore:
             requests = [each for each, owner in self._owners.items() if owner.client == client]
             self._front_end(client).log_loss(len(requests))
             await self._drop(requests)
+            self._front_end(client).forget()
             return
         kind = frames[0]
         payload = frames[1:]

@@ -74,8 +74,9 @@ class FrontEnd:
         self.client: int = client
         self.pending: deque[tuple[int, list[bytes]]] = deque()  # outputs without room in ZeroMQ, each with its size
         self._has_keys = sockets.has_keys_at(input_address)
-        # Whether the client is aioshm's: it gets generations, notices and heartbeats.
+        # Whether the client is aioshm's: it gets generations and notices.
         self.is_aioshm: bool = self._has_keys
+        self._takes_heartbeats = self._has_keys
         self._sockets = sockets
         self._input_address = input_address
         self._output_address = output_address
@@ -167,13 +168,18 @@ class FrontEnd:
 
     def accept(self) -> None:
         """Note that the client is aioshm's."""
-        if not self.is_aioshm and not self._gone:
-            self.is_aioshm = True
+        self.is_aioshm = True
+        if not self._takes_heartbeats and not self._gone:
+            self._takes_heartbeats = True
             self.beat()
+
+    def forget(self) -> None:
+        """Note that no request of the connection that has ended is open any more: another client may be there."""
+        self.is_aioshm = self._has_keys
 
     def beat(self) -> None:
         """Send a heartbeat to a client of aioshm's."""
-        if self._sockets.beating and self.is_aioshm and not self._gone:
+        if self._sockets.beating and self._takes_heartbeats and not self._gone:
             sample = progress.own().read()
             beat = Heartbeat(sample.phase, sample.steps, sample.turned_ns, sample.expected_s, sample.requests)
             with suppress(zmq.Again):
@@ -191,7 +197,7 @@ class FrontEnd:
         full = False  # whether the DEALER may be full of heartbeats for a front end that was stopped
         for kind, *_ in self._monitor.events():
             if kind == zmq.EVENT_DISCONNECTED and not self._gone:
-                full = self.is_aioshm and not self._has_keys
+                full = self._takes_heartbeats and not self._has_keys
                 self._lose()
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._gone and not full:
                 self._gone = False
@@ -210,7 +216,7 @@ class FrontEnd:
     def _lose(self) -> None:
         """Drop the pending outputs, and abort the requests."""
         self._gone = True
-        self.is_aioshm = self._has_keys
+        self._takes_heartbeats = self._has_keys
         self._close_output()
         self._sockets.on_message(self.client, [])
 

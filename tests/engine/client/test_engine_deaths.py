@@ -36,7 +36,7 @@ from aioshm.engine import (
     get_engine_client_zmq_addr,
     run_engine_core,
 )
-from aioshm.engine.client.engines import Engines
+from aioshm.engine.client.engines import Engines, again
 from aioshm.engine.client.liveness import Liveness
 from aioshm.errors import EngineDead, RequestAborted
 
@@ -286,12 +286,17 @@ def manager_of(processes: list[Elsewhere]) -> Any:
     return SimpleNamespace(processes=processes)
 
 
+def liveness_of(engines: Engines, deaths: list[EngineDead]) -> Liveness:
+    link: Any = SimpleNamespace(die=deaths.append, engines=engines, chosen=ClientOptions())
+    link.heartbeats = SimpleNamespace(forget=lambda _: None)
+    return Liveness(link)
+
+
 async def test_an_exit_that_is_known_late_is_no_second_death(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioshm.engine.client.liveness.NAME_WITHIN_S", 0.01)
     deaths: list[EngineDead] = []
     engines = Engines([1, 2])
-    link: Any = SimpleNamespace(die=deaths.append, engines=engines, heartbeats=SimpleNamespace(forget=lambda _: None))
-    liveness = Liveness(link)
+    liveness = liveness_of(engines, deaths)
 
     def connected(connection: int) -> None:
         liveness.replaced(engines[1], connection)
@@ -323,3 +328,72 @@ async def test_an_exit_that_is_known_late_is_no_second_death(monkeypatch: pytest
         liveness.stop()
         for each in processes:
             os.close(each.sentinel)
+
+
+async def test_exit_is_that_of_the_engine_that_has_said_without_its_rank_that_it_ends() -> None:
+    deaths: list[EngineDead] = []
+    engines = Engines([1, 2])
+    liveness = liveness_of(engines, deaths)
+    process = Elsewhere(1, 1)
+    try:
+        engines[1].register({}, 10, "10.0.0.6", None)
+        liveness.watch(manager_of([process]), ())
+        liveness.said_dead()
+        process.end()
+        await until(lambda: deaths)
+        assert deaths[0].engine == 1
+        assert liveness._nameless is None, "no engine is missing"
+    finally:
+        liveness.stop()
+        os.close(process.sentinel)
+
+
+async def test_removed_engine_that_says_that_it_ends_is_not_its_successor() -> None:
+    engines = Engines([0, 1])
+    liveness = liveness_of(engines, [])
+    try:
+        liveness.forget(engines.remove_last())
+        engines.add(1, engines[0].name)
+        liveness.said_dead(1)
+        assert engines[1].timer is None
+        liveness.replaced(engines[1], 10)
+        engines[1].register({}, 10, "pid 1", None)
+        liveness.said_dead(1)
+        assert engines[1].timer is not None
+    finally:
+        liveness.stop()
+
+
+async def test_engine_whose_exit_is_noticed_before_its_last_message_dies_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client reads nothing meanwhile: nothing public decides what is noticed first."""
+    anywhere = EngineZmqAddresses(["tcp://127.0.0.1:0"], ["tcp://127.0.0.1:0"])
+    async with served(Engine(), Engine(), addresses=anywhere, on_engine_death="continue") as serving:
+        link = serving.client._link
+        monkeypatch.setattr("aioshm.engine.client.liveness.LAST_WORDS_S", 60)
+        monkeypatch.setattr("aioshm.engine.client.liveness.NAME_WITHIN_S", 60)
+        read = link.sockets.outputs.work
+        link.sockets.outputs.work = lambda: False
+        serving.running[1].cancel()
+        await until(lambda: link.engines[1].timer)
+        assert link.sockets._pull.poll(10_000)
+        link.sockets.outputs.work = read
+        link.liveness._report(EngineDead("engine 1 exited", engine=1))
+        assert not link.sockets._pull.poll(0)
+        assert link.engines[1].timer is None
+        assert serving.client.stats().deaths == 1
+
+
+async def test_call_of_all_engines_fails_if_one_was_just_lost() -> None:
+    async with served(Engine(), Engine()) as serving:
+        serving.running[1].cancel()
+        await until(lambda: serving.client._link.engines[1].timer)  # the death is reported later
+        with pytest.raises(EngineDead, match="engine 1"):
+            await serving.client.call("add", 1, 2)
+
+
+def test_note_on_a_raised_error_is_on_no_other_copy() -> None:
+    error = EngineDead("engine 1 was killed", engine=1)
+    error.add_note("of the callback")
+    again(error).add_note("of a request")
+    assert again(error).__notes__ == ["of the callback"]
+    assert (again(error).engine, str(again(error))) == (1, "engine 1 was killed")

@@ -116,6 +116,14 @@ class TestBalance:
         assert mean(widest_gaps(published=True)) <= 7, "of engines chosen at random it is about 10"
 
 
+def test_engine_is_added_while_another_thread_counts_them() -> None:
+    engines = registered(0, 1)
+    counting = iter(engines)
+    next(counting)
+    engines.add(2, b"\2\0")
+    assert [each.rank for each in counting] == [1]
+
+
 def test_engines_that_cannot_be_reached_are_named_before_their_deaths_are_told() -> None:
     engines = Engines([4, 5, 6])
     engines[5].register({}, 1, "pid 5", None)

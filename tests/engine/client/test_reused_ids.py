@@ -13,8 +13,9 @@ from served_engine import Engine, ask, clients_of, collected, here_and_there, se
 
 from aioshm.engine import EngineClient
 from aioshm.engine.client import requests
+from aioshm.engine.core.sockets import FrontEnd
 from aioshm.engine.protocol.messages import MarkedOutputs, mark, pop_mark
-from aioshm.errors import RequestAborted
+from aioshm.errors import EngineDead, RequestAborted
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
@@ -100,6 +101,44 @@ async def test_request_of_a_restarted_front_end_replaces_that_of_its_life_before
         await until(lambda: engine.given.get("a"))
         assert [output["token"] for output in await collected(client.submit(ask("a", 3)))] == [0, 1, 2]
         assert engine.aborted == ["a"]
+
+
+class InStep(Engine):
+    """Begins a step, and ends it when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    async def step(self) -> list[Any]:
+        self.has_begun.set()
+        await self.may_end.wait()
+        return self._step()
+
+
+async def test_output_for_a_connection_that_has_ended_reaches_no_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine ends the connection: nothing public does so during a step."""
+    front_ends: list[FrontEnd] = []
+    register = FrontEnd.register
+
+    def registered(front_end: FrontEnd, payload: bytes) -> None:
+        front_ends.append(front_end)
+        register(front_end, payload)
+
+    monkeypatch.setattr(FrontEnd, "register", registered)
+    engine = InStep()
+    async with served(engine, on_engine_death="continue") as serving:
+        client = serving.client
+        former = client.submit(ask("a", None))
+        await engine.has_begun.wait()
+        front_ends[0]._disconnect()
+        await until(lambda: client.stats().deaths and not client.deaths)  # the engine is back
+        later = client.submit(ask("a", 3))
+        engine.may_end.set()
+        assert [output["token"] for output in await collected(later)] == [0, 1, 2]
+        with pytest.raises(EngineDead):
+            await anext(former)
 
 
 class Remote(BareEngine):
