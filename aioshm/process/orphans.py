@@ -65,7 +65,7 @@ def reap_left_by(leader: int) -> None:
         try:
             start_thread(_reap_all, leader, name="aioshm-reaps-orphans", what="reaping orphans")
         except RuntimeError:  # `OutOfThreads`, or Python is ending
-            with suppress(ImportError, OSError):
+            with suppress(OSError):
                 _reap_exited(leader)
 
 
@@ -108,13 +108,12 @@ def _reap_all(leader: int) -> None:
 
 def _reap_exited(leader: int) -> bool:
     """Reap orphans that have exited; return whether others run."""
-    import psutil  # takes 12 ms
-
-    if psutil.pid_exists(leader):  # the number is used again, so the session and the group had no member left
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    if leader in pids:  # the number is used again, so the session and the group had no member left
         return False
     runs = False
-    for child in psutil.Process().children():
+    for pid in pids:
         with suppress(ProcessLookupError):
-            if leader in (os.getpgid(child.pid), os.getsid(child.pid)) and reap(child.pid):
+            if leader in (os.getpgid(pid), os.getsid(pid)) and reap(pid):
                 runs = True
     return runs

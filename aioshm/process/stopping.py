@@ -146,9 +146,11 @@ def _descendants(pids: Collection[int]) -> set[psutil.Process]:
     found: set[psutil.Process] = set()
     try:
         import psutil
-
-        below = psutil.Process().children(recursive=True)
     except (ImportError, OSError):  # no descriptor is left; each child leads a group, which is killed with the child
+        return found
+    try:
+        below = psutil.Process().children(recursive=True)
+    except (psutil.Error, OSError):  # the same; or /proc does not show processes of other users (hidepid=1, proc(5))
         return found
     for process in below:  # parents come before their children
         try:

@@ -44,14 +44,15 @@ def test_no_zombie_is_left_and_no_exit_code_is_stolen(tmp_path: Path, way: str, 
     assert json.loads(result.stdout) == {"done": True, "zombies": {}, "own": [orphanage.OWN_CODE]}
 
 
-NO_THREADS = """
-import os, subprocess
+NEITHER = """
+import os, subprocess, sys
 from aioshm.process import adopt_orphans, orphans
 from aioshm.process.child import Child
 
 def leave():
     orphan = subprocess.Popen(["true"])
     os.waitid(os.P_PID, orphan.pid, os.WEXITED | os.WNOWAIT)
+    os._exit(0)  # else Python reaps the orphan here
 
 def refuse(*_, **__):
     raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -59,16 +60,18 @@ def refuse(*_, **__):
 if __name__ == "__main__":
     adopt_orphans()
     orphans.start_thread = refuse
+    sys.modules["psutil"] = None
     child = Child(leave, "child")
     child.start()
     child.join()
+    del sys.modules["psutil"]
     print(child.exitcode, orphans.zombies_of(os.getpid()))
 """
 
 
-def test_exited_orphans_are_reaped_where_no_thread_can_be_started(tmp_path: Path) -> None:
-    program = tmp_path / "no_threads.py"
-    program.write_text(NO_THREADS)
+def test_exited_orphans_are_reaped_where_no_thread_can_be_started_and_psutil_cannot_be_loaded(tmp_path: Path) -> None:
+    program = tmp_path / "neither.py"
+    program.write_text(NEITHER)
     result = subprocess.run([sys.executable, program], capture_output=True, text=True)
     assert (result.stdout, result.stderr) == ("0 []\n", "")
 

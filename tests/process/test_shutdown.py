@@ -109,6 +109,18 @@ def test_descendants_are_killed(stop: Stop, start: Started, stubborn: bool, own_
     assert gone(other)
 
 
+def test_processes_are_stopped_where_proc_does_not_show_processes_of_other_users(
+    stop: Stop, start: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise psutil.AccessDenied(1)
+
+    process = start(targets.refuse_to_end)
+    monkeypatch.setattr(psutil.Process, "children", refuse)
+    stop([process], 0.2)
+    assert process.exitcode == -signal.SIGKILL
+
+
 def test_interrupt_while_processes_are_asked_kills_them(
     stop: Stop, start: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:

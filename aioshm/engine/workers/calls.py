@@ -21,7 +21,7 @@ from aioshm.engine.workers.messages import (
 )
 from aioshm.engine.workers.rank import Rank
 from aioshm.engine.workers.schedule import Call, Schedule
-from aioshm.errors import AioshmError, PeerDied, QueueClosed, QueueEmpty, WorkerDied
+from aioshm.errors import AioshmError, PeerDied, QueueClosed, QueueEmpty, QueueFull, WorkerDied
 from aioshm.queue import MessageQueue, merge
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class CallTable:
         self.schedule.broadcast_begins()
         after = {rank: worker.n_requests for rank, worker in self._ranks.items() if worker.n_requests}
         try:
-            await self.broadcasts.enqueue((CALL, call.number, 0, (*request[:-1], after)))
+            await self._enqueue(self.broadcasts, (CALL, call.number, 0, (*request[:-1], after)), call)
         except BaseException:  # no worker has seen it
             self._calls.pop(call.number, None)
             for rank in call.missing:
@@ -83,7 +83,8 @@ class CallTable:
 
     async def all_present(self) -> None:
         self._session.check()
-        await self._all_present.wait()
+        while not self._all_present.is_set():  # another worker may die before this task continues
+            await self._all_present.wait()
         self._session.check()
 
     # Calls of one worker
@@ -122,6 +123,7 @@ class CallTable:
         """Send a call when the schedule assigns a worker; if the worker dies, send to its replacement."""
         while True:
             self._session.check()
+            call.check()  # a stream whose worker has left the group
             await self._get_turn(call)
             worker = call.worker
             if worker is None or not call.assigned:  # the assigned process has died meanwhile
@@ -129,7 +131,7 @@ class CallTable:
             self._register(call, (worker.rank,))
             after = self._last_broadcast * (self._last_broadcast > worker.after)
             try:
-                await worker.send((kind, call.number, after, tuple(request)))
+                await self._enqueue(worker.requests, (kind, call.number, after, tuple(request)), call)
             except (PeerDied, QueueClosed):  # the process is gone, and has not received the call
                 if call.assigned:
                     self._session.queue_ended(worker)
@@ -144,6 +146,21 @@ class CallTable:
             else:
                 call.fail(WorkerDied(worker.rank, worker.name, None, None, worker.cause))
             return
+
+    async def _enqueue(self, queue: MessageQueue, message: Message, call: Call) -> None:
+        """Send a call; wait for room in the queue until the call fails."""
+        try:
+            queue.enqueue_nowait(message)  # no await if there is room: keeps the order of both queues
+            return
+        except QueueFull:
+            pass
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None) as call.sending:
+                    await queue.enqueue(message)
+        finally:
+            call.sending = None
+        call.check()
 
     async def _get_turn(self, call: Call) -> None:
         if not (call.queued or call.assigned):  # else an earlier wait has timed out

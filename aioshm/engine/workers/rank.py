@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from aioshm.engine.workers.messages import Message
-from aioshm.errors import AioshmError, QueueFull
+from aioshm.errors import AioshmError
 from aioshm.process.proc import HUNG_STATES, process_state
 from aioshm.process.restart import Life, RankInfo, Restart
 from aioshm.process.watch import ProcessExit
@@ -66,13 +66,6 @@ class Rank(Life):
         self.n_requests = 0
         self.present = True
         self.enter("running")
-
-    async def send(self, message: Message) -> None:
-        """Send a call; raises PeerDied or QueueClosed if the worker is gone and has not received the call."""
-        try:
-            self.requests.enqueue_nowait(message)  # no await if there is room: keeps the order with broadcasts
-        except QueueFull:
-            await self.requests.enqueue(message)
 
     async def post(self, message: Message) -> None:
         """Send a message that is no call, unless the worker is gone."""

@@ -32,6 +32,7 @@ class Call:
     worker: Rank | None = None  # the worker that the call may be sent to
     incarnation: int = 0  # of that worker
     number: int = 0
+    sending: asyncio.Timeout | None = None  # while the call waits for room in a queue
     sent: bool = False
     missing: set[int] = field(default_factory=set)  # ranks that have not answered yet
     results: dict[int, Any] = field(default_factory=dict)
@@ -71,6 +72,8 @@ class Call:
         if not self.done:
             self.failure = failure
             self.finish()
+            if self.sending is not None:
+                self.sending.reschedule(0)
 
     def check(self) -> None:
         if self.failure is not None:

@@ -170,7 +170,7 @@ class Session:
     @property
     def workers(self) -> tuple[RankInfo, ...]:
         """The states of the workers, by rank."""
-        return tuple(rank.info for rank in self.ranks.values())
+        return tuple(rank.info for rank in [*self.ranks.values()])  # a copy: `stats` may run in another thread
 
     def describe(self, ranks: Iterable[int]) -> str:
         """Name workers, with the state of workers that make no progress or cannot run."""

@@ -20,6 +20,7 @@ from test_calls import calls_of
 from aioshm import WorkerDied
 from aioshm.engine import RankInfo, Restart, WorkerGroup
 from aioshm.engine.workers.messages import MAX_TEXT, ControlSocket
+from aioshm.process.watch import ProcessExit
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -346,3 +347,28 @@ async def test_a_storm_of_deaths_answers_every_call_and_stream_once() -> None:
 def test_wrong_arguments_are_errors(options: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         group_of(2, **options)
+
+
+async def test_call_of_all_waits_again_if_another_worker_dies_before_it_continues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with group_of(2) as group:
+        session = group._session
+        victim = session.ranks[1].process
+        assert victim is not None
+        note_presence = session.calls.note_presence
+
+        def kill_other() -> None:
+            """Let the other worker's death be noticed when the first has returned, in the same turn of the loop."""
+            note_presence()
+            if session.ranks[0].present and not victim.exited.done():
+                os.kill(victim.pid, signal.SIGKILL)
+                victim.process.join()
+                victim.exited.set_result(ProcessExit(victim.name, victim.pid, victim.process.exitcode))
+                session.processes_exited([victim])
+
+        os.kill(group.pids[0], signal.SIGKILL)
+        await until(lambda: not session.ranks[0].present)
+        monkeypatch.setattr(session.calls, "note_presence", kill_other)
+        assert await group.broadcast("add", timeout=20) == [0, 1]
+        assert [info.restarts for info in group.workers] == [1, 1]

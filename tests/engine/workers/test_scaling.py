@@ -17,6 +17,7 @@ from test_calls import calls_of
 from aioshm import Options, QueueClosed, RoleError
 from aioshm.engine import Restart, WorkerGroup
 from aioshm.engine.workers.processes import WorkerProcess
+from aioshm.engine.workers.rank import Rank
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -153,3 +154,28 @@ async def test_scaling_needs_a_policy_a_number_within_max_workers_and_an_open_gr
             await group.scale(2)
     with pytest.raises(QueueClosed):
         await group.scale(1)
+
+
+async def test_stream_of_a_worker_that_has_left_raises_each_time() -> None:
+    async with group_of(2) as group:
+        stream = group.stream(1, "count")
+        await group.scale(1)
+        async with asyncio.timeout(20):
+            for _ in range(2):
+                with pytest.raises(QueueClosed, match="the group of workers was made smaller"):
+                    await anext(stream)
+
+
+async def test_workers_are_listed_while_another_thread_adds_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with group_of(2) as group:
+        ranks = group._session.ranks
+
+        def add_meanwhile(rank: Rank) -> Any:
+            ranks[9] = rank
+            return super(Rank, rank).info
+
+        monkeypatch.setattr(Rank, "info", property(add_meanwhile))
+        try:
+            assert [worker.rank for worker in group.stats().workers] == [0, 1]
+        finally:
+            del ranks[9]

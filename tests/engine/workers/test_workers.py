@@ -22,7 +22,7 @@ from managed import gone, open_things
 from support import cancelled_after, eventually, until
 
 from aioshm import CodecError, Options, QueueClosed, RoleError, WorkerDied, WorkerError
-from aioshm.engine import WorkerGroup
+from aioshm.engine import Restart, WorkerGroup
 from aioshm.engine.workers.processes import WorkerProcess
 from aioshm.engine.workers.rank import Rank
 from aioshm.engine.workers.session import Session
@@ -171,6 +171,38 @@ class TestDeath:
             assert (str(copy), vars(copy)) == (str(results[0]), vars(results[0]))
             async with asyncio.timeout(3):  # closing does not wait for worker 0
                 await group.aclose()
+
+    @pytest.mark.parametrize(
+        ("restart", "alone"), [(None, False), (Restart(), False), (None, True)], ids=["of all", "replaced", "of one"]
+    )
+    async def test_death_fails_calls_that_wait_for_room_in_the_queue_of_a_stopped_worker(
+        self, restart: Restart | None, alone: bool
+    ) -> None:
+        async with group_of(max_chunk_bytes=1 << 10, max_chunks=2, restart=restart, shutdown_timeout=0.2) as group:
+            table = group._session.calls
+
+            def blocked() -> bool:
+                return any(call.sending for call in table._calls.values())
+
+            async def begin() -> asyncio.Task[Any]:
+                calling = group.call(1, "double", "x" * 2000) if alone else group.broadcast("double", "x" * 2000)
+                number = table._number
+                task = asyncio.create_task(calling)
+                await until(lambda: table._number > number)
+                return task
+
+            os.kill(group.pids[1], signal.SIGSTOP)
+            calls = [await begin()]
+            while not blocked():
+                if not alone:  # the next one begins after this one
+                    calls.pop().cancel()
+                calls.append(await begin())
+            os.kill(group.pids[0], signal.SIGKILL)
+            async with asyncio.timeout(20):
+                outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            for outcome in outcomes:
+                assert isinstance(outcome, WorkerDied)
+                assert outcome.rank == 0
 
     async def test_death_of_an_idle_worker_ends_the_wait_for_the_first_exit(self) -> None:
         async with group_of() as group:
