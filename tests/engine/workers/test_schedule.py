@@ -35,6 +35,7 @@ class Asked(Schedule):
 
     def arrive(self, rank: int) -> None:
         self.ranks[rank].present = True
+        self.ranks[rank].leaving = False
         self.note_health(rank, "running")
 
     def note_health(self, rank: int, health: Health) -> None:
