@@ -119,7 +119,8 @@ def test_piped_output_of_engines_fits_80_columns(start_demo):
         (["--bogus"], "--bogus"),
     ],
 )
-def test_bad_arguments_are_one_line(capsys, args, complaint):
+def test_bad_arguments_are_one_line(capsys, monkeypatch, args, complaint):
+    monkeypatch.setenv("COLUMNS", "200")
     assert run(["demo", *args]) == 2
     err = capsys.readouterr().err
     assert err.startswith("aioshm: ")
@@ -133,6 +134,7 @@ def test_bad_arguments_are_one_line(capsys, args, complaint):
 )
 def test_unusable_environment_is_one_line(capsys, monkeypatch, variable, value):
     monkeypatch.setenv("AIOSHM_LIFELINE", "directory")
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv(variable, value)
     assert run(["demo"]) == 2
     err = capsys.readouterr().err
