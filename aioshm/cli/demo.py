@@ -211,6 +211,7 @@ async def _ask(client: engine.EngineClient, line: str, rank: int | None = None) 
 
 async def _run_engines(n_engines: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Start engines, send requests, kill the last engine; return the measurements."""
+    logging.getLogger("aioshm").addHandler(logging.NullHandler())  # the demo prints deaths itself
     places: dict[str, Any] = {}
     if sys.platform == "linux":  # abstract addresses leave no files if this process is killed
         handshake, requests, outputs = (f"ipc://@aioshm-{secrets.token_hex(8)}" for _ in range(3))
@@ -272,7 +273,8 @@ def demo(
 
     if not (readers or remote or engines):
         raise CommandFailed("--readers must be at least 1 without --remote", UNUSABLE)
-    logging.getLogger("aioshm").addHandler(logging.NullHandler())  # the demo prints deaths itself
+    if logging.lastResort is not None:
+        logging.lastResort.addFilter(_is_no_death)
     core = "native" if aioshm.native_core else "portable"
     loop = "uvloop" if LOOP else "asyncio"
     say(f"aioshm {aioshm.__version__} ({core} core), {loop}")
@@ -289,6 +291,11 @@ def demo(
         print_json({"aioshm": aioshm.__version__, "core": core, "loop": loop, "verified": True, **report})
     elif not engines:
         _show_table(report["readers"], report["multiprocessing"])
+
+
+def _is_no_death(record: logging.LogRecord) -> bool:
+    """Drop the queues' warnings about deaths, which the demo prints itself. Stalls stay."""
+    return " died" not in record.getMessage()
 
 
 def _show_table(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:

@@ -74,6 +74,19 @@ def test_killed_reader_is_named(start_demo):
     demo.wait_until_none_is_left()
 
 
+def test_stopped_reader_is_named_while_the_demo_waits(start_demo, monkeypatch):
+    monkeypatch.setenv("AIOSHM_STALL_WARNING_S", "1")
+    demo = start_demo(*LONG)
+    demo.wait_for_line("writer:")
+    victim = demo.workers[-1]
+    victim.suspend()
+    assert any(f"reader_1 (pid {victim.pid}) is stopped" in line for line in demo.process.stderr)
+    os.kill(demo.process.pid, signal.SIGTERM)
+    victim.resume()
+    demo.end()
+    demo.wait_until_none_is_left()
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [(LONG, "writer:"), pytest.param((), "MessageQueue:", marks=pytest.mark.slow), (("--engines", "2"), "sending")],

@@ -31,9 +31,9 @@ class Rank(Life):
         super().__init__(rank, restart, on_change)
         self.name: str = name
         self.process: WorkerProcess | None = None  # after a death the dead process, until its replacement
-        self.incarnation: int = 0  # how many of its processes have left
+        self.incarnation: int = 0  # how many of its processes are gone
         self.present: bool = False  # whether its process takes calls
-        self.leaving: bool = False  # whether the group is made smaller
+        self.leaving: bool = False  # whether scaling down removes this worker
         # Of the present process
         self.after: int = 0  # the last call of all workers that was sent before the process was ready
         self.n_requests: int = 0  # calls sent by `requests`
@@ -68,7 +68,7 @@ class Rank(Life):
         self.enter("running")
 
     async def post(self, message: Message) -> None:
-        """Send a message that is no call, unless the worker is gone."""
+        """Send a message other than a call, unless the worker is gone."""
         with suppress(AioshmError):
             await self.requests.enqueue(message)
 
