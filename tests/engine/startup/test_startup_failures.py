@@ -23,6 +23,19 @@ from aioshm.errors import EngineStartupError, HandshakeError
 READY = CoreEngineState.READY
 
 
+def hold_stop(manager: FakeManager) -> tuple[asyncio.Event, asyncio.Event]:
+    """Return an event that is set when the manager begins to stop its engines, and the event that lets the stop end."""
+    stopping = asyncio.Event()
+    go_on = asyncio.Event()
+
+    async def aclose() -> None:
+        stopping.set()
+        await go_on.wait()
+
+    manager.aclose = aclose  # type: ignore[method-assign]
+    return stopping, go_on
+
+
 async def never(_metadata: object) -> dict[str, Any]:
     await asyncio.sleep(1000)
     return {}
@@ -194,15 +207,8 @@ class TestProcesses:
             assert stopped.is_set()
 
     async def test_wait_that_is_cancelled_during_the_stop_may_be_repeated(self, path: str) -> None:
-        stopping = asyncio.Event()
-        go_on = asyncio.Event()
-
-        async def aclose() -> None:
-            stopping.set()
-            await go_on.wait()
-
         async with managed(path, LOADING) as manager:
-            manager.aclose = aclose  # type: ignore[method-assign]
+            stopping, go_on = hold_stop(manager)
             async with starting(path, 1, manager, progress_timeout=0.05) as startup:
                 waiting = asyncio.create_task(startup.wait(20))
                 await stopping.wait()
@@ -214,15 +220,8 @@ class TestProcesses:
                     await startup.wait(20)
 
     async def test_failure_is_raised_although_the_time_is_up_before_all_have_stopped(self, path: str) -> None:
-        stopping = asyncio.Event()
-        go_on = asyncio.Event()
-
-        async def aclose() -> None:
-            stopping.set()
-            await go_on.wait()
-
         async with managed(path, ("before HELLO", "exit 3")) as manager:
-            manager.aclose = aclose  # type: ignore[method-assign]
+            stopping, go_on = hold_stop(manager)
             async with starting(path, 1, manager) as startup:
                 waiting = asyncio.create_task(startup.wait(1000))
                 await stopping.wait()
@@ -236,15 +235,8 @@ class TestProcesses:
     async def test_leaving_that_is_cancelled_logs_no_lost_error(
         self, path: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        stopping = asyncio.Event()
-        go_on = asyncio.Event()
-
-        async def aclose() -> None:
-            stopping.set()
-            await go_on.wait()
-
         async with managed(path, LOADING) as manager:
-            manager.aclose = aclose  # type: ignore[method-assign]
+            stopping, go_on = hold_stop(manager)
             startup = starting(path, 1, manager)
             startup.open()
             leaving = asyncio.create_task(startup.aclose())
