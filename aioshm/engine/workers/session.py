@@ -17,7 +17,7 @@ from aioshm.engine.workers.messages import MessageCodec, method_name
 from aioshm.engine.workers.processes import Settings, WorkerProcess, WorkerProcesses
 from aioshm.engine.workers.rank import Rank
 from aioshm.engine.workers.standbys import Standbys
-from aioshm.errors import AioshmError, CodecError, EndClosed, RemoteFailure, WorkerError
+from aioshm.errors import AioshmError, CodecError, EndClosed, PeerClosed, PeerDied, RemoteFailure, WorkerError
 from aioshm.process.background import completed, give_back, in_thread
 from aioshm.process.restart import ALIVE, RankInfo, Restart
 from aioshm.process.stalls import Watched
@@ -152,6 +152,8 @@ class Session:
                 await replies.wait_until_ready()
                 await process.control.receive()  # the worker has attached to both of its queues
                 await admitting
+            except (PeerClosed, PeerDied):  # the worker is ending: the reason is in its standard error
+                raise EOFError from None
             finally:
                 admitting.cancel()
             if process.exited.done():

@@ -15,7 +15,7 @@ from typing import Any
 from aioshm.config import Options
 from aioshm.engine.workers.messages import ControlSocket, MessageCodec, Request, failure_of
 from aioshm.engine.workers.server import CallServer
-from aioshm.errors import HandleError, PeerDied, QueueClosed, RemoteFailure
+from aioshm.errors import PeerDied, QueueClosed, QueueGone, RemoteFailure
 from aioshm.process import progress
 from aioshm.process.progress import BUSY, ENDING, IDLE
 from aioshm.process.stopping import TERMINATED, Termination
@@ -77,8 +77,8 @@ async def _serve(driver: ControlSocket, sizes: tuple[int, int], options: Options
             rank, construction = await driver.receive()
             await driver.send(await worker.create(rank, construction))
             await _serve_calls(driver, worker, rank, replies)
-        except (EOFError, OSError, PeerDied, QueueClosed, HandleError):  # the group was closed, or the driver has died
-            return
+        except (EOFError, ConnectionError, PeerDied, QueueClosed, QueueGone):
+            return  # the group was closed, or the driver has died
         finally:
             progress.own().enter(ENDING)
             await worker.close()
