@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple, TypeVar
 
 E = TypeVar("E", bound="AioshmError")
@@ -440,3 +441,11 @@ class WorkerError(CallFailed):
             lines += [f"rank {rank}'s traceback:", first.traceback.rstrip()]
         super().__init__("\n".join(lines), method=method)
         self.errors: dict[int, RemoteFailure] = dict(errors)
+
+
+def copy_error(error: E) -> E:
+    """Return a copy of an error, so that each call raises an error with a traceback and notes of its own."""
+    other = copy(error)
+    if hasattr(error, "__notes__"):
+        other.__notes__ = error.__notes__.copy()
+    return other

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from aioshm.engine.protocol.addresses import identity
 from aioshm.engine.protocol.messages import decode_single
-from aioshm.errors import AioshmError, CallFailed, EngineDead
+from aioshm.errors import CallFailed, EngineDead, copy_error
 from aioshm.process.restart import Health
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ PRESSURE_FROM = 0.5
 """The usage of a KV cache above which waiting requests weigh more than running ones."""
 PRESSURE_WEIGHT = 6.0
 """How fast their weight grows from 1 there, to `WAITING_WEIGHT` at a full cache: below, a queue is a short burst."""
-
-E = TypeVar("E", bound=AioshmError)
 
 _USAGE_STEPS = 10
 _map: msgspec.msgpack.Decoder[dict[str, Any]] = msgspec.msgpack.Decoder(dict[str, Any])
@@ -203,7 +200,7 @@ class Engines:
         if engine is None:
             raise ValueError(f"engine must be the rank of one of {self.ranks}, not {rank!r}")
         if engine.death is not None:
-            raise again(engine.death)
+            raise copy_error(engine.death)
         if engine.leaving:
             raise EngineDead(f"engine {rank} is being taken out of service", engine=rank)
         return engine
@@ -227,7 +224,7 @@ class Engines:
     def _none_left(self) -> EngineDead:
         deaths = [engine.death for engine in self if engine.death is not None]
         if len(deaths) == 1:
-            return again(deaths[0])
+            return copy_error(deaths[0])
         if deaths:
             said = "; ".join(map(str, deaths))
             return EngineDead(f"no engine is left: {said}", engine=deaths[-1].engine, pid=deaths[-1].pid)
@@ -261,11 +258,3 @@ def _load_of(counts: Sequence[float]) -> tuple[float, int, float]:
     usage = min(max(more[0], 0.0), 1.0)
     weight = 1 + PRESSURE_WEIGHT * max(0.0, usage - PRESSURE_FROM)
     return weight * waiting + running, int(_USAGE_STEPS * usage), weight
-
-
-def again(error: E) -> E:
-    """Return a copy of an error: each call raises an error with a traceback of its own."""
-    other = copy(error)
-    if hasattr(error, "__notes__"):
-        other.__notes__ = error.__notes__.copy()
-    return other

@@ -16,7 +16,7 @@ import zmq
 from aioshm.arguments import check_int
 from aioshm.closing import warn_not_closed
 from aioshm.config import Options
-from aioshm.engine.client.engines import Engine, Engines, again
+from aioshm.engine.client.engines import Engine, Engines
 from aioshm.engine.client.heartbeats import Heartbeats
 from aioshm.engine.client.liveness import Liveness
 from aioshm.engine.client.pause import PauseOfEngines
@@ -28,7 +28,7 @@ from aioshm.engine.protocol.messages import ENGINE_CORE_DEAD, EngineCoreRequestT
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
-from aioshm.errors import AioshmError, CodecError, EndClosed, EngineDead, RoleError
+from aioshm.errors import AioshmError, CodecError, EndClosed, EngineDead, RoleError, copy_error
 from aioshm.logs import LogLimiter
 from aioshm.process import progress
 from aioshm.process.background import notify
@@ -159,7 +159,7 @@ class EngineLink:
         if threading.get_ident() != self._thread:
             raise RoleError("a client of engines is used in the thread of its event loop")
         if self.dead is not None:
-            raise again(self.dead)
+            raise copy_error(self.dead)
 
     def check_ready(self) -> None:
         self.check_open()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aioshm.engine.client.engines import Engine, again
+from aioshm.engine.client.engines import Engine
 from aioshm.engine.client.requests import PendingCall
 from aioshm.engine.protocol.control import (
     NO_ORDER,
@@ -18,7 +18,7 @@ from aioshm.engine.protocol.control import (
     order_or_none,
 )
 from aioshm.engine.protocol.messages import EngineCoreRequestType
-from aioshm.errors import CallFailed, EngineDead, RequestFailed, RoleError
+from aioshm.errors import CallFailed, EngineDead, RequestFailed, RoleError, copy_error
 
 if TYPE_CHECKING:
     from aioshm.engine.client.link import EngineLink
@@ -64,7 +64,7 @@ class PauseOfEngines:
         self._link.check_open()
         for engine in self._link.engines:
             if engine.refusal is not None:
-                raise again(engine.refusal)
+                raise copy_error(engine.refusal)
         self._changed.clear()
         return not self.unanswered
 

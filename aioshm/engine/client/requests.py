@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from aioshm.arguments import check_seconds
-from aioshm.engine.client.engines import Engine, Engines, again
+from aioshm.engine.client.engines import Engine, Engines
 from aioshm.engine.protocol.control import NOTICE_ID
 from aioshm.engine.protocol.messages import (
     NO_GENERATION,
@@ -27,7 +27,7 @@ from aioshm.engine.protocol.messages import (
     request_id_of,
 )
 from aioshm.engine.protocol.payloads import Frame
-from aioshm.errors import AioshmError, CallFailed, CodecError, RequestAborted, RequestFailed, RoleError
+from aioshm.errors import AioshmError, CallFailed, CodecError, RequestAborted, RequestFailed, RoleError, copy_error
 
 Output = TypeVar("Output")
 
@@ -114,7 +114,7 @@ class Inbox:
         if not ended:
             raise self._shared()
         if self.error is not None:
-            raise again(self.error)
+            raise copy_error(self.error)
         raise StopAsyncIteration
 
     def _shared(self) -> RoleError:
@@ -358,7 +358,7 @@ class Pending:
                 self.finish(inbox.request_id, error)
         for call in self.calls.values():
             if (engine is None or call.engine is engine) and not call.answer.done():
-                call.answer.set_exception(again(error))
+                call.answer.set_exception(copy_error(error))
 
     def _note_idle(self, engine: Engine) -> None:
         if self.on_idle is not None and engine.leaving and not self.is_busy(engine):

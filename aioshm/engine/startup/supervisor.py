@@ -13,14 +13,13 @@ from aioshm.arguments import check_int, check_plain, check_seconds
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
 from aioshm.engine.client.client import ClientOptions, EngineClient, Resubmit
-from aioshm.engine.client.engines import again
 from aioshm.engine.protocol.control import PauseMode
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
 from aioshm.engine.startup.options import EngineLayout
 from aioshm.engine.startup.restarts import EngineLife, EngineRestarts, RestartRules
 from aioshm.engine.stats import EngineSupervisorStats
-from aioshm.errors import EndClosed, EngineDead, RoleError
+from aioshm.errors import EndClosed, EngineDead, RoleError, copy_error
 from aioshm.process.background import notify_soon
 from aioshm.process.placement import check_placement
 from aioshm.process.restart import RankInfo, Restart
@@ -173,7 +172,7 @@ class EngineSupervisor(AsyncClosing):
         failure = restarts.failure
         if failure is None:
             raise EndClosed("the supervisor of engines was closed")
-        raise again(failure)
+        raise copy_error(failure)
 
     join_first = wait  # for `wait_for_completion_or_failure`
 
@@ -239,7 +238,7 @@ class EngineSupervisor(AsyncClosing):
             late = next((each for each in (life, *restarts.lives.values()) if not each.is_alive), life)
             raise TimeoutError(f"engine {late.rank} does not serve after {timeout} s: it is {late.state}") from None
         if restarts.failure is not None:
-            raise again(restarts.failure)
+            raise copy_error(restarts.failure)
         if restarts.failed.is_set():
             raise EndClosed("the supervisor of engines was closed")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from copy import copy
 from typing import Any, Self
 
 from aioshm.arguments import check_int, check_plain, check_seconds, check_timeout
@@ -17,7 +16,7 @@ from aioshm.engine.workers.schedule import Call
 from aioshm.engine.workers.session import Session
 from aioshm.engine.workers.stream import WorkerStream
 from aioshm.engine.workers.worker import LoopFactory
-from aioshm.errors import AioshmError, EndClosed, QueueClosed, RoleError
+from aioshm.errors import AioshmError, EndClosed, QueueClosed, RoleError, copy_error
 from aioshm.process.limits import naming_limits
 from aioshm.process.placement import Placement, check_placement
 from aioshm.process.restart import RankInfo, Restart
@@ -402,9 +401,9 @@ class WorkerGroup(AsyncClosing):
         """
         await self._session.ended.wait()
         error = self._session.failure
-        if isinstance(error, QueueClosed):
+        if error is None or isinstance(error, QueueClosed):
             return None
-        return copy(error)
+        return copy_error(error)
 
     # Starting and closing
 

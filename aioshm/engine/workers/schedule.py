@@ -12,12 +12,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 from aioshm.engine.workers.rank import Rank
-from aioshm.errors import AioshmError, EndClosed, RemoteFailure, WorkerError
+from aioshm.errors import AioshmError, EndClosed, RemoteFailure, WorkerError, copy_error
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +76,7 @@ class Call:
 
     def check(self) -> None:
         if self.failure is not None:
-            raise copy(self.failure)
+            raise copy_error(self.failure)
         if self.errors:
             raise WorkerError(self.method, dict(sorted(self.errors.items())))
 

@@ -7,7 +7,6 @@ import logging
 import pickle
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import AsyncExitStack
-from copy import copy
 from typing import Any
 
 import msgspec
@@ -17,7 +16,16 @@ from aioshm.engine.workers.messages import MessageCodec, method_name
 from aioshm.engine.workers.processes import Settings, WorkerProcess, WorkerProcesses
 from aioshm.engine.workers.rank import Rank
 from aioshm.engine.workers.standbys import Standbys
-from aioshm.errors import AioshmError, CodecError, EndClosed, PeerClosed, PeerDied, RemoteFailure, WorkerError
+from aioshm.errors import (
+    AioshmError,
+    CodecError,
+    EndClosed,
+    PeerClosed,
+    PeerDied,
+    RemoteFailure,
+    WorkerError,
+    copy_error,
+)
 from aioshm.process.background import completed, give_back, in_thread
 from aioshm.process.restart import ALIVE, RankInfo, Restart
 from aioshm.process.stalls import Watched
@@ -62,7 +70,7 @@ class Session:
     def check(self) -> None:
         """Raise the error if the group has ended."""
         if self.failure is not None:
-            raise copy(self.failure)
+            raise copy_error(self.failure)
 
     # The start
 
@@ -123,7 +131,7 @@ class Session:
             self.queue_ended(rank)
             await self.ended.wait()
             assert self.failure is not None
-            raise copy(self.failure) from None
+            raise copy_error(self.failure) from None
 
     async def _create(self, rank: Rank) -> RemoteFailure | None:
         """Create a worker's object, and open its queues; return the exception of its constructor."""

@@ -36,9 +36,9 @@ from aioshm.engine import (
     get_engine_client_zmq_addr,
     run_engine_core,
 )
-from aioshm.engine.client.engines import Engines, again
+from aioshm.engine.client.engines import Engines
 from aioshm.engine.client.liveness import Liveness
-from aioshm.errors import EngineDead, RequestAborted
+from aioshm.errors import EngineDead, RequestAborted, copy_error
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
@@ -394,6 +394,6 @@ async def test_call_of_all_engines_fails_if_one_was_just_lost() -> None:
 def test_note_on_a_raised_error_is_on_no_other_copy() -> None:
     error = EngineDead("engine 1 was killed", engine=1)
     error.add_note("of the callback")
-    again(error).add_note("of a request")
-    assert again(error).__notes__ == ["of the callback"]
-    assert (again(error).engine, str(again(error))) == (1, "engine 1 was killed")
+    copy_error(error).add_note("of a request")
+    assert copy_error(error).__notes__ == ["of the callback"]
+    assert (copy_error(error).engine, str(copy_error(error))) == (1, "engine 1 was killed")
