@@ -1,24 +1,23 @@
 """The writer's end of the lifelines: listen, admit readers, notice their signals and their death.
 
-The kernel closes a dead process's sockets, so a death is noticed immediately. Admission and
-departure take several short steps, one per iteration of the loop, so that the writer's calls continue.
-`LifelineListener.look` does all steps.
+The kernel closes a dead process's sockets, so a death is noticed immediately.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
+from typing import Protocol
 
-from aioshm.errors import OutOfDescriptors, SharedMemoryError
+from aioshm.errors import HandleError, NoPlaceVacant, OutOfDescriptors, SharedMemoryError
 from aioshm.lifeline import protocol
-from aioshm.lifeline.connection import Connection, Host
-from aioshm.lifeline.protocol import Hello
+from aioshm.lifeline.protocol import BYE, EVICTED, GO, OVERFLOW, PING, PONG, PROVEN, WAKE, Hello, Welcome
 from aioshm.lifeline.sockets import HAVE_EVENTFD, Doorbell, QuietSocket, peer_credentials, remove, sockaddr
 from aioshm.process.limits import is_out_of_descriptors, naming_limits, out_of_descriptors, why_no_descriptor
 from aioshm.ring.layout import VERSION
@@ -29,7 +28,286 @@ HELLO_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64
 """Connections without a greeting so far; a further connection drops the oldest."""
 
+ASK_S = 0.005
+"""How often to check, while a new reader waits, whether a dying reader is gone."""
+
 _ACCEPT_PAUSE_S = 0.2  # after a failed accept, where the socket stays readable
+_PASS_PAUSE_S = 0.01  # before the next try to pass a descriptor
+
+_TOO_MANY_UNDER_WAY = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
+"""The system does not pass on more descriptors now: unix(7)."""
+
+
+class Host(Protocol):
+    """The writer, called on its loop. `admit` raises `HandleError` to refuse a reader."""
+
+    def admit(self, hello: Hello) -> tuple[Welcome, list[int]]: ...
+
+    # Whether the reader at the wanted rank is dying.
+    def awaits_end(self, hello: Hello) -> bool: ...
+
+    # A reader was gone before its greeting was read, and was not admitted.
+    def missed(self, hello: Hello, said_goodbye: bool) -> None: ...
+
+    def attached(self, peer: Peer) -> None: ...
+
+    # Wakes calls that wait for readers, or for their end.
+    def announce(self) -> None: ...
+
+    # An admitted reader could not be sent the answer.
+    def withdrawn(self, welcome: Welcome) -> None: ...
+
+    # A reader has the ring mapped.
+    def proven(self, peer: Peer) -> None: ...
+
+    def gone(self, peer: Peer, said_goodbye: bool) -> None: ...
+
+    def woken(self) -> None: ...
+
+
+class Peer:
+    """One connection: of a stranger until the host admits it, then of a reader."""
+
+    def __init__(self, listener: LifelineListener, sock: socket.socket, seen_pid: int) -> None:
+        self.admitted: bool = False
+        self.rank: int = protocol.ANY_RANK
+        self.pid: int = 0
+        self.slow: str = "block"
+        self.seen_pid = seen_pid
+        self._listener = listener
+        self._loop = listener.loop
+        self._sock = sock
+        self._received = bytearray()
+        self._hello: Hello | None = None
+        self._refusal: HandleError | None = None  # unless the dying reader at the wanted rank ends in time
+        self._recheck: asyncio.TimerHandle | None = None
+        self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self.give_up)
+        self._said_goodbye = False
+        self._doorbell: Doorbell | None = None
+        self._outbox: deque[int] = deque()
+        self._loop.add_reader(sock.fileno(), self.read)
+
+    # For the host
+
+    def ring(self) -> None:
+        """Wake the reader."""
+        if self._doorbell is not None:
+            self._doorbell.ring()
+        else:
+            self.send(WAKE)
+
+    def go(self) -> None:
+        """Notify the reader that every reader is ready."""
+        self.send(GO)
+
+    def evict(self) -> None:
+        """Notify the reader of its eviction; a reader whose socket is full finds the end of file."""
+        try:
+            self._sock.send(EVICTED)
+        except BlockingIOError:
+            # Not closed: only the reader's own end of file shows that it writes no more to the ring.
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # the end of file follows
+
+    def hand_over(self, fd: int) -> None:
+        """Pass a descriptor, in the order of the calls. It must stay open as long as this peer is connected."""
+        self._outbox.append(fd)
+        if len(self._outbox) == 1:
+            self._empty_outbox()
+
+    def _empty_outbox(self) -> None:
+        if self._sock.fileno() < 0:
+            return
+        self._loop.remove_writer(self._sock.fileno())
+        while self._outbox:
+            try:
+                socket.send_fds(self._sock, [OVERFLOW], [self._outbox[0]])
+            except BlockingIOError:  # the reader has not read for a long time
+                self._loop.add_writer(self._sock.fileno(), self._empty_outbox)
+                return
+            except OSError as error:
+                if error.errno in _TOO_MANY_UNDER_WAY:
+                    self._loop.call_later(_PASS_PAUSE_S, self._empty_outbox)
+                else:
+                    self._outbox.clear()  # the end of file follows
+                return
+            self._outbox.popleft()
+
+    def send(self, signal: bytes) -> None:
+        with suppress(OSError):  # the end of file follows
+            self._sock.send(signal)
+
+    # For the listener
+
+    def close(self, goodbye: bool = False) -> None:
+        if self._sock.fileno() < 0:
+            return
+        if goodbye and self.admitted:
+            self.send(BYE)
+        elif goodbye:
+            self._send_all(protocol.pack(protocol.CLOSED), [])
+        self._deadline.cancel()
+        if self._recheck is not None:
+            self._recheck.cancel()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.remove_writer(self._sock.fileno())
+        self._listener.forget(self._sock)
+        self._sock.close()
+        if self._doorbell is not None:
+            self._doorbell.close()
+
+    def read(self) -> None:
+        # Until nothing is left: if the last bytes come together with a reset, uvloop calls this only once (libuv takes
+        # EPOLLERR for a bad descriptor and stops).
+        while self._sock.fileno() >= 0 and self._read_some():
+            pass
+
+    def _read_some(self) -> bool:
+        """Read once; return whether there may be more."""
+        try:
+            data = self._sock.recv(protocol.MAX_GREETING_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            data = b""
+            if error.errno != errno.ECONNRESET:
+                logger.debug("lifeline of pid %d: %s", self.seen_pid, error)
+        if not data:
+            self._end()
+        elif self.admitted:
+            self._signals(data)
+        else:
+            self._received += data
+            self._greet()
+        return True
+
+    def _end(self) -> None:
+        if not self.admitted:
+            self.close()
+            return
+        try:
+            self._listener.host.gone(self, self._said_goodbye)
+        finally:
+            self.close()
+            self._listener.host.announce()
+
+    def _signals(self, data: bytes) -> None:
+        if PING in data:  # one answer to all questions
+            self.send(PONG)
+        for signal in (data[i : i + 1] for i in range(len(data))):
+            if signal == PROVEN:
+                self._listener.host.proven(self)
+            elif signal == WAKE:
+                self._listener.host.woken()
+            elif signal == BYE:
+                self._said_goodbye = True
+
+    def _greet(self) -> None:
+        if self._hello is not None:  # waits for the end of a dying reader
+            return
+        try:
+            body = protocol.take_frame(self._received)
+            if body is None:
+                return
+            hello = protocol.unpack_hello(body)
+            self._listener.check(hello)
+        except HandleError as error:
+            self._turn_down(error)
+            return
+        self._hello = hello
+        self.rank = hello.rank
+        self.pid = hello.pid
+        self.slow = hello.slow
+        self._admit()
+
+    def _admit(self) -> None:
+        """Admit this reader, after a poll for departures at the wanted rank, and of this reader."""
+        hello = self._hello
+        assert hello is not None
+        if self._has_gone():
+            self.close()
+            self._listener.host.missed(hello, self._said_goodbye)
+            return
+        self._listener.look_at_rank(hello.rank)
+        if self._sock.fileno() < 0:  # the host has closed this connection, too
+            return
+        try:
+            if self._doorbell is None and self._listener.doorbell is not None:
+                self._doorbell = Doorbell.create()
+        except OSError as error:  # only this reader is refused
+            self._refuse(self._listener.lack(self.seen_pid, error))
+            return
+        try:
+            welcome, fds = self._listener.host.admit(hello)
+        except HandleError as error:
+            # A reader may also have ended since the poll above.
+            if self._listener.host.awaits_end(hello) or self._listener.look_at_rank(hello.rank):
+                self._refusal = error
+                self._recheck = self._loop.call_later(ASK_S, self._admit)
+            else:
+                self._turn_down(error)
+            return
+        if welcome.bells:
+            assert self._doorbell is not None
+            assert self._listener.doorbell is not None
+            fds = [*fds, self._doorbell.fd, self._listener.doorbell.fd]
+        if not self._send_all(protocol.pack(welcome), fds):  # before any signal
+            self._listener.host.withdrawn(welcome)
+            self._refuse("the system does not pass on more descriptors now (unix(7), ETOOMANYREFS)")
+            return
+        if welcome.rank != protocol.ANY_RANK:
+            self.rank = welcome.rank
+        self._deadline.cancel()
+        self.admitted = True
+        self._listener.lacking = None
+        self._listener.host.attached(self)
+        self._listener.host.announce()
+        self._signals(bytes(self._received))
+
+    def give_up(self) -> None:
+        """Close a connection that sent no greeting in time."""
+        self.read()
+        if self.admitted:
+            return
+        if self._refusal is None:
+            self.close()
+        else:
+            self._turn_down(self._refusal)
+
+    def _has_gone(self) -> bool:
+        """Return whether the reader has hung up, or died, before its greeting was read."""
+        more = b""
+        hung_up = False
+        try:
+            more = self._sock.recv(protocol.MAX_GREETING_BYTES, socket.MSG_PEEK)
+            hung_up = not more
+        except BlockingIOError:
+            pass
+        except OSError:
+            hung_up = True
+        self._said_goodbye = BYE in self._received + more
+        return self._said_goodbye or hung_up
+
+    def _turn_down(self, error: HandleError) -> None:
+        logger.debug("refused pid %d: %s", self.seen_pid, error)
+        self._refuse(str(error), full=isinstance(error, NoPlaceVacant))
+
+    def _refuse(self, reason: str, *, full: bool = False) -> None:
+        self._send_all(protocol.pack(protocol.Refusal(reason, full=full)), [])
+        self.close()
+
+    def _send_all(self, data: bytes, fds: list[int]) -> bool:
+        """Send a greeting and descriptors; return False if the system does not pass on descriptors now."""
+        # A greeting is far smaller than an empty socket buffer: it goes in one piece, or the peer is gone.
+        try:
+            socket.send_fds(self._sock, [data], fds)
+        except OSError as error:
+            logger.debug("lifeline of pid %d: %s", self.seen_pid, error)
+            return error.errno not in _TOO_MANY_UNDER_WAY
+        return True
 
 
 class LifelineListener:
@@ -43,15 +321,11 @@ class LifelineListener:
         self.host: Host
         self.loop: asyncio.AbstractEventLoop
         self._started = False
-        self._connections: dict[socket.socket, Connection] = {}
-        self._steps: deque[Connection] = deque()  # with pending steps, in their order
+        self._connections: dict[socket.socket, Peer] = {}
         self._resume: asyncio.TimerHandle | None = None
-        self._deadline: asyncio.TimerHandle | None = None  # for the oldest missing greeting, or earlier
         self._spare = -1  # a descriptor to accept and refuse a reader when no other is left
         # Why the last reader was not admitted, if a descriptor was missing here.
         self.lacking: OutOfDescriptors | None = None
-        # Called when a step is pending.
-        self.hurry: Callable[[], None] = _nothing
         self.doorbell: Doorbell | None = None
         with naming_limits(f"a writer that listens on {address}"):
             self._sock: socket.socket = QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -86,9 +360,8 @@ class LifelineListener:
         """Send a goodbye to every reader, stop listening. Idempotent."""
         for connection in list(self._connections.values()):
             connection.close(goodbye=True)
-        for timer in (self._resume, self._deadline):
-            if timer is not None:
-                timer.cancel()
+        if self._resume is not None:
+            self._resume.cancel()
         if self._sock.fileno() >= 0:
             if self._started and not self.loop.is_closed():
                 self.loop.remove_reader(self._sock.fileno())
@@ -125,13 +398,20 @@ class LifelineListener:
                 os.close(sock.detach())
         self._close_spare()  # a duplicate of the listening socket
 
+    def _open_spare(self) -> None:
+        if self._spare < 0:
+            with suppress(OSError):
+                self._spare = os.dup(self._sock.fileno())
+
     def _close_spare(self) -> None:
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
 
     def _accept(self) -> bool:
-        """Accept a connection; return whether there may be more."""
+        """Accept a connection, and read its greeting; return whether there may be more."""
+        if self._sock.fileno() < 0:  # the host has closed this listener when another reader came or left
+            return False
         try:
             sock, _ = self._sock.accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -148,55 +428,20 @@ class LifelineListener:
             )
             return False
         sock.setblocking(False)
-        if self._spare < 0:
-            self._open_spare()
+        self._open_spare()
         pid, uid = peer_credentials(sock)
         if uid != os.geteuid():
             logger.debug("refused a connection of uid %d (pid %d)", uid, pid)
             sock.close()
             return True
-        if len(self._connections) >= MAX_STRANGERS and len(strangers := self._strangers()) >= MAX_STRANGERS:
-            strangers[0].give_up()  # the oldest
-        self._connections[sock] = Connection(self, sock, pid)
-        if self._deadline is None:
-            self._deadline = self.loop.call_later(HELLO_TIMEOUT_S, self._drop_late)
+        peer = Peer(self, sock, pid)
+        self._connections[sock] = peer
+        peer.read()  # readers greet when they connect
+        if len(self._connections) > MAX_STRANGERS:
+            strangers = [each for each in self._connections.values() if not each.admitted]
+            if len(strangers) > MAX_STRANGERS:
+                strangers[0].give_up()  # the oldest
         return True
-
-    def _strangers(self) -> list[Connection]:
-        """Return the connections without an accepted greeting, the oldest first."""
-        return [connection for connection in self._connections.values() if connection.peer is None]
-
-    def _drop_late(self) -> None:
-        """Drop connections without a greeting in time. All share one timer."""
-        self._deadline = None
-        for connection in self._strangers():
-            left = connection.since + HELLO_TIMEOUT_S - self.loop.time()
-            if left > 0:
-                self._deadline = self.loop.call_later(left, self._drop_late)
-                return
-            connection.give_up()
-
-    def put_off(self, connection: Connection) -> None:
-        """Do a connection's next step in a later iteration of the loop, after earlier steps."""
-        self._steps.append(connection)
-        if len(self._steps) == 1:
-            self.loop.call_soon(self._step)
-        self.hurry()
-
-    def _step(self) -> None:
-        """Do one step only, so that the writer waits for a short time."""
-        while self._steps and not self._steps[0].has_step:  # done by `look`, or the connection was closed
-            self._steps.popleft()
-        if not self._steps:
-            return
-        connection = self._steps[0]  # stays in the queue, so that `put_off` schedules nothing
-        try:
-            connection.step()
-        finally:
-            self._steps.popleft()
-            if self._steps:
-                self.loop.call_soon(self._step)
-                self.hurry()
 
     def _refuse_one(self, error: OSError) -> bool:
         """Refuse the next reader for lack of a descriptor, by the spare descriptor."""
@@ -224,10 +469,6 @@ class LifelineListener:
         logger.warning("refused the reader of pid %d: %s", pid, reason)
         return reason
 
-    def _open_spare(self) -> None:
-        with suppress(OSError):
-            self._spare = os.dup(self._sock.fileno())
-
     def check(self, hello: Hello) -> None:
         protocol.check_hello(hello, VERSION, self._queue_id, self._token)
 
@@ -236,34 +477,24 @@ class LifelineListener:
         for _ in range(MAX_STRANGERS):
             if not self._accept():
                 break
-        for connection in list(self._connections.values()):
-            connection.look()  # a greeting may have come a moment after its connection was accepted
-
-    def look_at(self, socks: Iterable[socket.socket]) -> bool:
-        """Read connections of admitted readers; return whether any has ended."""
-        ended = False
-        for sock in list(socks):
-            connection = self._connections.get(sock)
-            if connection is not None and connection.peer is not None:
-                connection.look()
-                ended |= sock not in self._connections
-        return ended
+        self._look_at(self._connections.values())  # a greeting may come a moment after its connection is accepted
 
     def look_at_readers(self) -> None:
         """Report departed readers now, if the loop can still call back."""
         if self._started and not self.loop.is_closed():
-            self.look_at(self._connections)
+            self._look_at(peer for peer in self._connections.values() if peer.admitted)
 
     def look_at_rank(self, rank: int) -> bool:
         """Report a departed reader of this rank now, before its successor; return whether there was one."""
-        return self.look_at(
-            sock
-            for sock, other in self._connections.items()
-            if other.peer is not None and rank in (other.peer.rank, protocol.ANY_RANK)
+        before = len(self._connections)
+        self._look_at(
+            peer for peer in self._connections.values() if peer.admitted and rank in (peer.rank, protocol.ANY_RANK)
         )
+        return len(self._connections) < before
+
+    def _look_at(self, peers: Iterable[Peer]) -> None:
+        for peer in list(peers):
+            peer.read()
 
     def forget(self, sock: socket.socket) -> None:
         self._connections.pop(sock, None)
-
-
-def _nothing() -> None: ...

@@ -1,20 +1,35 @@
-"""Stalled and stopped processes: `Judge` decides without I/O, `ProgressWatch` reads, names, reports and ends them."""
+"""Stalled and stopped processes: `Judge` decides without I/O, `ProgressWatch` reads, names, reports and ends them.
+
+A process that no other process of its host watches watches itself in a thread, see `SelfWatch`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from typing import Self
 
 from aioshm.errors import OutOfThreads
 from aioshm.process.background import give_back, in_thread
 from aioshm.process.child import Child
+from aioshm.process.limits import start_thread
 from aioshm.process.proc import STOPPED_STATES, handles_signal, process_state
-from aioshm.process.progress import BUSY, IDLE, STACK_SIGNAL, TURN_S, WAITING, Sample
+from aioshm.process.progress import BUSY, ENDING, IDLE, STACK_SIGNAL, TURN_S, WAITING, Sample, own
 from aioshm.process.restart import Health, Restart
-from aioshm.process.stacks import ProcessReport, Stack, parse_faulthandler, process_report, stacks_of
+from aioshm.process.stacks import (
+    ProcessReport,
+    Stack,
+    parse_faulthandler,
+    process_report,
+    stacks_of,
+    stacks_of_thread,
+)
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -29,6 +44,7 @@ _NAMED_AT_A_TIME = 8
 _EXITED_STATES = ("zombie", "dead", "gone")
 _DUMP_WITHIN_S = 1.0
 _DUMP_STEP_S = 0.02
+_ENDS_WITHIN_S = 1.0
 
 
 class Judge:
@@ -39,7 +55,8 @@ class Judge:
 
     def __init__(self, warning_s: float) -> None:
         self._warning_s = warning_s
-        self._last: Sample | None = None
+        self.last: Sample | None = None
+        """The last reading."""
         self._step_s = 0.0  # since the last step or call has begun or ended
         self._turn_s = 0.0  # since the last sign of life of the loop
         self._next_report_s = warning_s
@@ -48,8 +65,8 @@ class Judge:
 
     def look(self, elapsed_s: float, sample: Sample) -> bool:
         """Take a reading, ``elapsed_s`` after the one before; return whether the process is late."""
-        last = self._last
-        self._last = sample
+        last = self.last
+        self.last = sample
         self._step_s += elapsed_s
         self._turn_s += elapsed_s
         if last is None or sample.steps != last.steps:
@@ -85,17 +102,15 @@ def culprit(process: Child) -> ProcessReport:
     """Find out what a process does: by py-spy, or else by ``faulthandler``. Blocks for up to some seconds."""
     pid = process.pid or 0
     stacks, hint = stacks_of(pid)
-    if not stacks and process_state(pid) not in STOPPED_STATES and (stacks := _written_stacks(process)):
-        hint = ""
-    return process_report(pid, stacks, hint, _waiting_stacks(process))
-
-
-def _waiting_stacks(process: Child) -> tuple[Stack, ...]:
-    """Return where the coroutine of the present step waits, if its process has written that down."""
-    with suppress(ValueError):  # another thread has closed the cell
+    waits: tuple[Stack, ...] = ()
+    with suppress(OSError, ValueError):  # another thread has closed the cell
+        if not stacks and process_state(pid) not in STOPPED_STATES:
+            stacks = _written_stacks(process)
+            if stacks:
+                hint = ""
         if process.progress is not None:
-            return parse_faulthandler(process.progress.waits())
-    return ()
+            waits = parse_faulthandler(process.progress.waits())
+    return process_report(pid, stacks, hint, waits)
 
 
 def _written_stacks(process: Child) -> tuple[Stack, ...]:
@@ -104,20 +119,15 @@ def _written_stacks(process: Child) -> tuple[Stack, ...]:
     # The process may have dropped the handler since, or run another program (execve(2)): then the signal would end it.
     if cell is None or sample is None or not sample.writes_stacks or not handles_signal(process.pid or 0, STACK_SIGNAL):
         return ()
-    try:
-        cell.drop_stacks()
-        if not process.send_signal(STACK_SIGNAL):
-            return ()
-        text = ""
-        deadline = time.monotonic() + _DUMP_WITHIN_S
-        while time.monotonic() < deadline:
+    cell.drop_stacks()
+    text = ""
+    former = None
+    deadline = time.monotonic() + _DUMP_WITHIN_S
+    if process.send_signal(STACK_SIGNAL):
+        while (not text or text != former) and time.monotonic() < deadline:
             time.sleep(_DUMP_STEP_S)
             former = text
             text = cell.stacks()
-            if text and text == former:
-                break
-    except (OSError, ValueError):  # another thread has closed the cell
-        return ()
     return parse_faulthandler(text)
 
 
@@ -128,12 +138,16 @@ class Watched:
         self.name: str = name  # for people, such as ``engine 0``
         self.process: Child = process
         self.in_step: bool = in_step  # whether it works in lockstep with others that are
-        self.sample: Sample | None = None  # the last reading
         self.health: Health = "running"
         self.where: str = ""  # while it is not running: since when, and at which line, for people
         self.judge: Judge = Judge(warning_s)
         self.naming: asyncio.Task[None] | None = None  # finds the line, and reports
         self.ending: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it says that it waits for its peers."""
+        return self.judge.last is not None and self.judge.last.phase == WAITING
 
 
 class ProgressWatch:
@@ -190,7 +204,6 @@ class ProgressWatch:
             if sample is None or watched.process.exitcode is not None:
                 del self._watched[watched.process]
                 continue
-            watched.sample = sample
             if watched.judge.look(elapsed_s, sample):
                 self._late(watched)
                 late.append(watched)
@@ -219,12 +232,11 @@ class ProgressWatch:
         causes = [watched for watched in late if not watched.in_step]
         if in_step := [watched for watched in late if watched.in_step]:
             cause = min(in_step, key=_as_cause)
-            waits = cause.sample is not None and cause.sample.phase == WAITING
-            if not waits or len(in_step) == sum(watched.in_step for watched in self._watched.values()):
+            if not cause.waits or len(in_step) == sum(watched.in_step for watched in self._watched.values()):
                 causes.append(cause)  # else it waits for a process that is not late, such as in a step that takes long
         for watched in causes:
-            assert watched.sample is not None
-            limit_s = max(restart.hang_s, watched.sample.expected_s)
+            assert watched.judge.last is not None
+            limit_s = max(restart.hang_s, watched.judge.last.expected_s)
             if watched.ending or watched.judge.without_progress_s < limit_s:
                 continue
             if restart.kill_stopped or watched.health == "stalled":
@@ -236,22 +248,14 @@ class ProgressWatch:
 
     async def _report(self, watched: Watched) -> None:
         try:
-            health = watched.health
-            seconds = watched.judge.without_progress_s
             found = await self._culprit(watched)
-            if watched.process not in self._watched or found.process.state in _EXITED_STATES:
-                return
-            seconds = max(seconds, watched.judge.without_progress_s)
-            waits = ""
-            if watched.sample is not None and watched.sample.phase == WAITING:
-                waits = ", waits for its peers"
+            seconds = watched.judge.without_progress_s
+            if not seconds or watched.process not in self._watched or found.process.state in _EXITED_STATES:
+                return  # it moves again, or has exited
+            waits = ", waits for its peers" if watched.waits else ""
             where = f"no progress for {seconds:.0f} s{waits}: {found.describe()}"
-            verb = "was"  # it moves again: the signal that makes it write its stacks interrupts C code that sleeps
-            if watched.judge.without_progress_s:
-                verb = "is"
-                health = watched.health
-                self._enter(watched, health, where)
-            logger.warning("%s (pid %s) %s %s: %s", watched.name, watched.process.pid, verb, health, where)
+            self._enter(watched, watched.health, where)
+            logger.warning("%s (pid %s) is %s: %s", watched.name, watched.process.pid, watched.health, where)
         finally:
             watched.naming = None
 
@@ -260,13 +264,14 @@ class ProgressWatch:
         found = await self._culprit(watched)
         seconds = watched.judge.without_progress_s
         stopped = found.process.state in STOPPED_STATES
-        continued = watched.health == "stopped" and not stopped
-        if not seconds or continued or (stopped and not self._restart.kill_stopped):
+        if not seconds or stopped != (watched.health == "stopped") or (stopped and not self._restart.kill_stopped):
             watched.ending = False  # it has moved, or was continued or stopped just now
             return
-        where = f"({found.describe()})" if found.line is None else f"at {found.line}"
-        if stopped and found.line is not None:
-            where = f"({found.process.state}) {where}"
+        where = f"({found.describe()})"
+        if found.line is not None:
+            where = f"at {found.line}"
+            if stopped:
+                where = f"({found.process.state}) {where}"
         reason = f"hung for {seconds:.0f} s {where}, and was killed"
         await give_back(lambda: watched.process.end(reason))
 
@@ -293,5 +298,89 @@ class ProgressWatch:
 
 def _as_cause(watched: Watched) -> tuple[bool, bool, int]:
     """Sort processes in lockstep by how likely each is the cause of the stalls of all."""
-    assert watched.sample is not None
-    return (watched.health != "stopped", watched.sample.phase == WAITING, watched.sample.since_ns)
+    assert watched.judge.last is not None
+    return (watched.health != "stopped", watched.waits, watched.judge.last.since_ns)
+
+
+class SelfWatch:
+    """Logs, while the block runs, that this process makes no progress, with the line of the calling thread.
+
+    A hang that holds the GIL stops the watching thread, too: then ``faulthandler`` writes all stacks to the standard
+    error. A stop of the process that is longer than the limit has the same effect.
+    """
+
+    def __init__(self, name: str, warning_s: float) -> None:
+        self._name = name
+        self._warning_s = warning_s
+        self._interval_s = min(LOOK_S, warning_s / 4)
+        self._armed_until = 0.0  # until then `faulthandler` waits, by the monotonic clock
+        self._ends = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._watched = threading.get_ident()
+        self._thread = start_thread(self._run, name="aioshm-watches-itself", what=f"the watch over {self._name}")
+        own().on_expect.add(self.arm)
+        _running.add(self)
+        self.arm()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _running.discard(self)
+        own().on_expect.discard(self.arm)
+        self._ends.set()
+        self._thread.join(_ENDS_WITHIN_S)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _run(self) -> None:
+        judge = Judge(self._warning_s)
+        stalled = False
+        last = time.monotonic()
+        while not self._ends.wait(self._interval_s):
+            now = time.monotonic()
+            late = judge.look(min(now - last, 2 * self._interval_s), own().read())  # as in `ProgressWatch`
+            last = now
+            if self._armed_until - now < self._warning_s:
+                self.arm()
+            if stalled and not late:
+                logger.info("%s (pid %d) makes progress again", self._name, os.getpid())
+            stalled = late
+            if late and judge.report_is_due():
+                where = process_report(os.getpid(), stacks_of_thread(self._watched), "").describe()
+                text = "%s (pid %d) is stalled: no progress for %.0f s: %s"
+                logger.warning(text, self._name, os.getpid(), judge.without_progress_s, where)
+
+    def arm(self) -> None:
+        """Let `faulthandler` write the stacks in a while, unless this is called again before."""
+        sample = own().read()
+        if sample.phase == ENDING:
+            return
+        within_s = max(1.5 * self._warning_s, sample.expected_s + self._warning_s)
+        self._armed_until = time.monotonic() + within_s
+        # The standard error may have no descriptor.
+        with _forking, suppress(OSError, ValueError, RuntimeError, AttributeError):
+            faulthandler.dump_traceback_later(within_s)
+
+
+_running: set[SelfWatch] = set()
+_forking = threading.Lock()  # nothing is armed meanwhile
+
+
+def _before_fork() -> None:
+    # A forked child has no thread of `faulthandler`, and would wait for it when Python ends.
+    _forking.acquire()
+    if _running:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _in_child() -> None:
+    _running.clear()
+    _forking.release()
+
+
+def _in_parent() -> None:
+    _forking.release()
+    for each in tuple(_running):
+        each.arm()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

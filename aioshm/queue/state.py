@@ -28,7 +28,7 @@ from aioshm.ring import RingReader, RingWriter
 from aioshm.ring.cores import CopyingCore, ReaderCore, WriterCore
 from aioshm.wait.cpus import policy_for
 from aioshm.wait.limits import Stall, settle
-from aioshm.wait.poller import Poller, ThreadPoller, WaitStats
+from aioshm.wait.poller import Poller, WaitStats
 
 if TYPE_CHECKING:
     from aioshm.queue.ends.reader import Reader
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 YIELD_AFTER_MESSAGES = 256
 YIELD_AFTER_NS = 1_000_000
 """The budget: a task that never waits yields to the loop after this many messages, or nanoseconds."""
-
-YIELD_SOON_AFTER_MESSAGES = 16
-"""The same while a reader waits for the loop to attach."""
 
 NO_TURNS = 1 << 62
 """The same for blocking ends: the background loop runs between calls anyway."""
@@ -137,9 +134,8 @@ class EndState:
         self.lock: CallLock = CallLock()
         # Calls that yield to other tasks before they enter.
         self._yielding = 0
-        self._hurried = False
         self._gives_way: Callable[[], bool] = bool  # False, until there is a ring
-        self.poller: Poller | ThreadPoller | None = None
+        self.poller: Poller | None = None
         # Keeps the fast path shut while it returns true.
         self.shut_while: Callable[[], object] | None = None
         self.on_interrupt: Callable[[], object] | None = None
@@ -258,17 +254,7 @@ class EndState:
             core.budget = core.budget_ends_ns = NO_TURNS
             return
         core.budget = YIELD_AFTER_MESSAGES
-        if self._hurried:
-            self._hurried = False
-            core.budget = YIELD_SOON_AFTER_MESSAGES
         core.budget_ends_ns = (now_ns or monotonic_ns()) + YIELD_AFTER_NS
-
-    def hurry(self) -> None:
-        """Shorten the budget, so that the loop runs soon."""
-        if self.blocks:
-            return
-        self._hurried = True
-        self.core.budget = min(self.core.budget, YIELD_SOON_AFTER_MESSAGES)
 
     def count_turn(self) -> None:
         """Count a message that did not pass the core."""
@@ -355,7 +341,7 @@ class EndState:
             if doorbell is not None:
                 doorbell.unwatch(self.loop)  # the thread that waits polls it
                 doorbells = [doorbell]
-            self.poller = ThreadPoller(self.loop, ring.parked, policy, self.core.spin, doorbells)
+            self.poller = Poller(self.loop, ring.parked, policy, self.core.spin, doorbells)
             self.new_turn()
         else:
             self.poller = Poller(self.loop, ring.parked, policy, self.core.spin)
@@ -384,9 +370,9 @@ class EndState:
         if self._news is not None and not self._news.done() and not self._news.get_loop().is_closed():
             self._news.set_result(None)
 
-    def stall(self, report: Callable[[float], float | None]) -> Stall:
-        """Return an object that reports long waits through ``report``."""
-        return Stall(self.options.stall_warning_s, report)
+    def stall(self, report: Callable[[float], float | None], ask: Callable[[], bool] | None = None) -> Stall:
+        """Return an object that reports long waits through ``report``, see `Stall`."""
+        return Stall(self.options.stall_warning_s, report, ask)
 
     # Closing
 

@@ -15,30 +15,21 @@ MIN_PAUSE_S = 0.1
 """Between two reports, whatever interval the options ask for."""
 
 ANSWER_S = 1.0
-"""How long a peer may take to answer an `Inquiry`, if reports come less often."""
+"""How long a peer may take to answer, if reports come less often."""
 
 MIN_ANSWER_S = 0.25
 
 
-def deadline_after(timeout: float | None, cancel: Any = None, indefinite: bool = False) -> float | None:
-    """Check the arguments of `dequeue` on an event loop; return the deadline by ``time.monotonic()``, None: none."""
+def deadline_after(
+    timeout: float | None, cancel: Any = None, indefinite: bool = False, *, in_thread: bool = False
+) -> float | None:
+    """Check the arguments of a wait, on a loop or in a thread; return its deadline by ``time.monotonic()``, or None."""
     if timeout is None and cancel is None and indefinite is False:
         return None
-    if cancel is not None and not isinstance(cancel, asyncio.Event):
-        raise TypeError(f"cancel must be an asyncio.Event or None, not {shown(cancel)}")
-    return _checked_deadline(timeout, indefinite)
-
-
-def thread_deadline_after(timeout: float | None, cancel: Any = None, indefinite: bool = False) -> float | None:
-    """Check the arguments of a wait in a thread; return its deadline by ``time.monotonic()``."""
-    if timeout is None and cancel is None and indefinite is False:
-        return None
-    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
+    if in_thread and cancel is not None and not callable(getattr(cancel, "is_set", None)):
         raise TypeError(f"cancel must be a threading.Event or None, not {shown(cancel)}")
-    return _checked_deadline(timeout, indefinite)
-
-
-def _checked_deadline(timeout: float | None, indefinite: bool) -> float | None:
+    if not in_thread and cancel is not None and not isinstance(cancel, asyncio.Event):
+        raise TypeError(f"cancel must be an asyncio.Event or None, not {shown(cancel)}")
     check_bool("indefinite", indefinite)
     timeout_s = check_timeout("timeout", timeout)
     return None if timeout_s is None else monotonic() + timeout_s
@@ -47,12 +38,17 @@ def _checked_deadline(timeout: float | None, indefinite: bool) -> float | None:
 class Stall:
     """Reports a long wait after every ``after_s``; consecutive waits count as one.
 
-    ``report`` gets the seconds waited, and returns those until the next report, or None.
+    ``report`` gets the seconds waited, and returns those until the next report, or None for ``after_s``. With ``ask``
+    the peer is asked for a sign of life first, and has a little time to answer; False: it cannot be asked.
     """
 
-    def __init__(self, after_s: float, report: Callable[[float], float | None]) -> None:
+    def __init__(
+        self, after_s: float, report: Callable[[float], float | None], ask: Callable[[], bool] | None = None
+    ) -> None:
         self._after_s = after_s
         self._report = report
+        self._ask = ask
+        self._asked = False
         self._began = monotonic()
         self._paused = self._began
         self.at: float = self._began + after_s
@@ -74,35 +70,20 @@ class Stall:
         self.at += gap
 
     def check(self, now: float) -> None:
-        """Report if a report is due."""
-        if now >= self.at:
-            self.reported = True
-            again_s = self._report(now - self._began)
-            if again_s is None:
-                again_s = self._after_s
-            self.at = now + max(MIN_PAUSE_S, again_s)
-
-
-class Inquiry:
-    """A report in two steps: ask the peer for a sign of life, and a little later report."""
-
-    def __init__(self, after_s: float, ask: Callable[[], bool], report: Callable[[float], None]) -> None:
-        self._after_s = after_s
-        self._ask = ask
-        self._report = report
-        self._asked = False
-
-    def __call__(self, waited_s: float) -> float | None:
-        """Take the next step; return the seconds until the following step."""
+        """Ask or report if that is due."""
+        if now < self.at:
+            return
+        self.reported = True
         answer_s = answer_within(self._after_s)
-        if not self._asked and self._ask():
+        if not self._asked and self._ask is not None and self._ask():
             self._asked = True
-            return answer_s
-        self._report(waited_s)
-        if not self._asked:
-            return None
-        self._asked = False
-        return self._after_s - answer_s
+            again_s = answer_s
+        else:
+            again_s = self._report(now - self._began) or self._after_s
+            if self._asked:
+                again_s -= answer_s
+                self._asked = False
+        self.at = now + max(MIN_PAUSE_S, again_s)
 
 
 def answer_within(after_s: float) -> float:

@@ -54,7 +54,12 @@ class Flag(Protocol):
 
 
 class Poller:
-    """Waits for one end of a ring, or for several that share a parked flag."""
+    """Waits for one end of a ring, or for several that share a parked flag.
+
+    With ``doorbells`` the end belongs to the background loop, and threads may wait, too: a thread without a running
+    loop sleeps in poll(2). The loop holds `process_lock` while it runs callbacks; a waiting thread acquires that lock
+    each time it polls the ring.
+    """
 
     def __init__(
         self,
@@ -62,34 +67,53 @@ class Poller:
         parked: Flag,
         policy: Policy,
         spin: Callable[[int], bool],
+        doorbells: Sequence[Doorbell] | None = None,
     ) -> None:
         self.policy: Policy = policy
         self.stats: WaitStats = WaitStats()
         self._loop = loop
         self._parked = parked
         self._spin_natively = spin
+        self._doorbells = doorbells
         self._timer = Timer(loop, self.wake)
         self._sleeper: asyncio.Future[None] | None = None
         self._yielded = False
         self._slept = False
+        # Of a waiting thread
+        self._in_thread = False
+        self._asleep = False
+        self._poll: select.poll | None = None
+        self._wake_pipe = (-1, -1)  # `wake` writes to it
+        self._timer_fd = -1
 
     @property
     def inline_spin_ns(self) -> int:
         """How long a call should spin before it comes to `wait`."""
-        return INLINE_SPIN_NS if self.policy.hot else 0
+        if not self.policy.hot or (self._doorbells is not None and self.policy.crowded):
+            return 0
+        return INLINE_SPIN_NS
 
     def wake(self) -> None:
         """Make the sleeping wait poll again. Call this on the loop's thread, any number of times."""
+        if self._asleep and self._wake_pipe[1] >= 0:
+            with suppress(BlockingIOError):  # the pipe is full: the thread wakes anyway
+                os.write(self._wake_pipe[1], b"\0")
         sleeper = self._sleeper
         if sleeper is not None and not sleeper.done():
             sleeper.set_result(None)
 
     def close(self) -> None:
-        """Close the timer. Idempotent; no wait may be in progress, but on a loop that is closed."""
+        """Close the descriptors. Idempotent; no wait may be in progress, but on a loop that is closed."""
         self._timer.close()
         self._parked = bytearray(1)  # written to when such a wait is collected as garbage
         if self._loop.is_closed():
             self._sleeper = None
+        self._poll = None
+        for fd in (*self._wake_pipe, self._timer_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._wake_pipe = (-1, -1)
+        self._timer_fd = -1
 
     async def wait(
         self,
@@ -98,18 +122,38 @@ class Poller:
         at_ns: int,
         *,
         deadline: float | None = None,
-        cancel: asyncio.Event | None = None,
+        cancel: Any = None,
         stall: Stall | None = None,
     ) -> bool:
         """Wait until ``ready()`` is true; return whether other tasks have run meanwhile.
 
-        So far there were ``count`` messages, the latest of ``at_ns``. Raises as `Limits.check`.
+        So far there were ``count`` messages, the latest of ``at_ns``. Raises as `Limits.check`. In a thread without a
+        running loop the coroutine never suspends.
         """
+        limits = Limits(deadline, cancel, stall)
+        if self._doorbells is None:
+            return await self._wait(ready, count, at_ns, limits)
+        if asyncio._get_running_loop() is not None:
+            for doorbell in self._doorbells:
+                doorbell.watch(self._loop, self.wake)
+            try:
+                return await self._wait(ready, count, at_ns, limits)
+            finally:
+                for doorbell in self._doorbells:
+                    doorbell.unwatch(self._loop)
+        me = get_ident()
+        self._in_thread = True
+        try:
+            return await self._wait(lambda: _locked(ready), count, at_ns, limits)
+        finally:
+            self._in_thread = False
+            process_lock.acquire(me)
+
+    async def _wait(self, ready: Callable[[], object], count: int, at_ns: int, limits: Limits) -> bool:
         self._yielded = False
         if ready():
             return False
         policy = self.policy
-        limits = Limits(deadline, cancel, stall)
         step = policy.begin(count, at_ns, monotonic_ns())
         try:
             while not await self._do(step, ready, limits):
@@ -127,31 +171,41 @@ class Poller:
         self._slept = False
         if step.mode is WaitMode.SPIN or step.mode is WaitMode.WINDOW:
             return await self._spin(ready, limits, step.until_ns)
-        if step.mode is WaitMode.NAP:
-            return await self._nap(ready, limits, step.until_ns)
-        return await self._sleep(ready, limits, step.until_ns)
+        if step.mode is not WaitMode.NAP:
+            return await self._sleep(ready, limits, step.until_ns)
+        await self._nap(step.until_ns)
+        if ready():
+            return True
+        limits.check(monotonic())
+        return False
 
     async def _spin(self, ready: Callable[[], object], limits: Limits, until_ns: int) -> bool:
         spin = self._spin_natively
         slice_ns = INLINE_SPIN_NS
+        if self._in_thread and self.policy.crowded:
+            slice_ns = 0
         now_ns = monotonic_ns()
         while True:
-            if ready() or (now_ns < until_ns and spin(min(slice_ns, until_ns - now_ns))):
+            if ready() or (slice_ns and now_ns < until_ns and spin(min(slice_ns, until_ns - now_ns))):
                 return True
             now_ns = monotonic_ns()
             limits.check(now_ns / 1e9)
             if now_ns >= until_ns:
                 return False
-            self._yielded = True
-            await asyncio.sleep(0)
-            slice_ns = INLINE_SPIN_NS
-            if monotonic_ns() - now_ns >= IDLE_LOOP_NS:
-                slice_ns = SHARED_SPIN_NS
+            if not self._in_thread:
+                self._yielded = True
+                await asyncio.sleep(0)
+                slice_ns = INLINE_SPIN_NS
+                if monotonic_ns() - now_ns >= IDLE_LOOP_NS:
+                    slice_ns = SHARED_SPIN_NS
             os.sched_yield()  # the peer may be waiting for this very CPU
             now_ns = monotonic_ns()
 
-    async def _nap(self, ready: Callable[[], object], limits: Limits, until_ns: int) -> bool:
+    async def _nap(self, until_ns: int) -> None:
         self.stats.naps += 1
+        if self._in_thread:
+            time.sleep(max(0, until_ns - monotonic_ns()) / 1e9)  # noqa: ASYNC251 -- no loop runs in this thread
+            return
         self._timer.arm(until_ns)
         self._sleeper = self._loop.create_future()
         self._yielded = True
@@ -159,218 +213,98 @@ class Poller:
             await self._sleeper
         finally:
             self._sleeper = None
-        if ready():
-            return True
-        limits.check(monotonic())
-        return False
 
     async def _sleep(self, ready: Callable[[], object], limits: Limits, until_ns: int) -> bool:
         """Sleep until a wake-up, or until a time unless the time is 0."""
-        limits.watch(self._loop, self.wake)
-        if until_ns:
-            self._timer.arm(until_ns)
+        if self._in_thread:
+            self._open_poll()
+        else:
+            limits.watch(self._loop, self.wake)
+        self._arm(until_ns)
         try:
             while not until_ns or monotonic_ns() < until_ns:
-                self._sleeper = self._loop.create_future()  # before the poll, after which a wake-up may come
+                if self._in_thread:
+                    self._asleep = True
+                else:
+                    self._sleeper = self._loop.create_future()  # before the poll, after which a wake-up may come
                 self._parked[0] = 1
                 memory_fence()
                 if ready():
                     return True
                 now = monotonic()
                 limits.check(now)
-                at = limits.due_asleep(now)
-                handle = None
-                if at is not None and not (until_ns and at * 1e9 >= until_ns):  # else the timer comes first
-                    handle = self._loop.call_later(max(0.0, at - now), self.wake)
                 self.stats.parks += 1
                 self._slept = True
-                self._yielded = True
-                try:
-                    await self._sleeper
-                finally:
-                    if handle is not None:
-                        handle.cancel()
-            return False
-        finally:
-            self._parked[0] = 0
-            self._sleeper = None
-
-
-class ThreadPoller:
-    """Waits in the calling thread, with poll(2) to sleep; or on the loop, where one is running.
-
-    The end belongs to the background loop, which holds `process_lock` while it runs callbacks. A
-    waiting thread acquires that lock each time it polls the ring.
-    """
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        parked: Flag,
-        policy: Policy,
-        spin: Callable[[int], bool],
-        doorbells: Sequence[Doorbell],
-    ) -> None:
-        self.policy: Policy = policy
-        self._on_loop = Poller(loop, parked, policy, spin)
-        self.stats: WaitStats = self._on_loop.stats
-        self._loop = loop
-        self._parked = parked
-        self._spin_natively = spin
-        self._doorbells = doorbells
-        self._asleep = False
-        self._slept = False
-        self._poll: select.poll | None = None
-        self._wake_pipe = (-1, -1)  # `wake` writes to it to wake the sleeping thread
-        self._timer = -1
-
-    @property
-    def inline_spin_ns(self) -> int:
-        """How long a call should spin before it comes to `wait`."""
-        return INLINE_SPIN_NS if self.policy.hot and not self.policy.crowded else 0
-
-    def wake(self) -> None:
-        """Make the sleeping wait poll again. Call this on the loop's thread, any number of times."""
-        if self._asleep and self._wake_pipe[1] >= 0:
-            with suppress(BlockingIOError):  # the pipe is full: the thread wakes anyway
-                os.write(self._wake_pipe[1], b"\0")
-        self._on_loop.wake()
-
-    def close(self) -> None:
-        """Close the descriptors. Idempotent; no wait may be in progress."""
-        self._on_loop.close()
-        self._parked = bytearray(1)
-        self._poll = None
-        for fd in (*self._wake_pipe, self._timer):
-            if fd >= 0:
-                os.close(fd)
-        self._wake_pipe = (-1, -1)
-        self._timer = -1
-
-    async def wait(
-        self,
-        ready: Callable[[], object],
-        count: int,
-        at_ns: int,
-        *,
-        deadline: float | None = None,
-        cancel: Any = None,
-        stall: Stall | None = None,
-    ) -> bool:
-        """Wait as `Poller.wait`; in a thread without a running loop the coroutine never suspends."""
-        if asyncio._get_running_loop() is None:
-            self._wait_in_thread(ready, count, at_ns, Limits(deadline, cancel, stall))
-            return False
-        for doorbell in self._doorbells:
-            doorbell.watch(self._loop, self.wake)
-        try:
-            return await self._on_loop.wait(ready, count, at_ns, deadline=deadline, cancel=cancel, stall=stall)
-        finally:
-            for doorbell in self._doorbells:
-                doorbell.unwatch(self._loop)
-
-    def _wait_in_thread(self, ready: Callable[[], object], count: int, at_ns: int, limits: Limits) -> None:
-        me = get_ident()
-        policy = self.policy
-        try:
-            if ready():
-                return
-            process_lock.owner = process_lock.next_owner
-            if process_lock.waiting:
-                process_lock.wake()
-            step = policy.begin(count, at_ns, monotonic_ns())
-            try:
-                while not self._do(step, ready, limits):
-                    step = policy.missed(monotonic_ns())
-            except BaseException:
-                policy.stopped(monotonic_ns())
-                raise
-            policy.hit(monotonic_ns(), self._slept)
-        finally:
-            process_lock.acquire(me)
-
-    def _do(self, step: Step, ready: Callable[[], object], limits: Limits) -> bool:
-        """Wait as a step says; return whether ``ready()`` was true before its end."""
-        self._slept = False
-        if step.mode is WaitMode.SPIN or step.mode is WaitMode.WINDOW:
-            return self._spin(ready, limits, step.until_ns)
-        if step.mode is WaitMode.NAP:
-            self.stats.naps += 1
-            time.sleep(max(0, step.until_ns - monotonic_ns()) / 1e9)
-            if _locked(ready):
-                return True
-            limits.check(monotonic())
-            return False
-        return self._sleep(ready, limits, step.until_ns)
-
-    def _spin(self, ready: Callable[[], object], limits: Limits, until_ns: int) -> bool:
-        spin = self._spin_natively
-        slice_ns = 0 if self.policy.crowded else INLINE_SPIN_NS
-        now_ns = monotonic_ns()
-        while True:
-            if _locked(ready) or (slice_ns and now_ns < until_ns and spin(min(slice_ns, until_ns - now_ns))):
-                return True
-            now_ns = monotonic_ns()
-            limits.check(now_ns / 1e9)
-            if now_ns >= until_ns:
-                return False
-            os.sched_yield()  # the peer may be waiting for this very CPU
-            now_ns = monotonic_ns()
-
-    def _sleep(self, ready: Callable[[], object], limits: Limits, until_ns: int) -> bool:
-        """Sleep until a wake-up, or until a time unless the time is 0."""
-        poll = self._poll or self._new_poll()
-        if until_ns and self._timer >= 0:
-            timerfd_settime(self._timer, until_ns)
-        try:
-            while not until_ns or monotonic_ns() < until_ns:
-                self._asleep = True
-                self._parked[0] = 1
-                memory_fence()
-                if _locked(ready):
-                    return True
-                now = monotonic()
-                limits.check(now)
-                self.stats.parks += 1
-                self._slept = True
-                for fd, _ in poll.poll(self._timeout_ms(limits, now, until_ns)):
-                    self._drain(fd)
+                if self._in_thread:
+                    self._block(limits, now, until_ns)
+                else:
+                    await self._suspend(limits, now, until_ns)
             return False
         finally:
             self._parked[0] = 0
             self._asleep = False
+            self._sleeper = None
 
-    def _new_poll(self) -> select.poll:
-        with naming_limits("a call that blocks"):
-            if self._wake_pipe[0] < 0:
-                self._wake_pipe = os.pipe()
-                for fd in self._wake_pipe:
-                    os.set_blocking(fd, False)
-            if self._timer < 0:
-                self._timer = open_timer()  # else poll's own timeout, precise to a millisecond
-        poll = select.poll()
-        for fd in (self._wake_pipe[0], self._timer, *(doorbell.fd for doorbell in self._doorbells)):
-            if fd >= 0:
-                poll.register(fd, select.POLLIN)
-        self._poll = poll
-        return poll
+    def _arm(self, until_ns: int) -> None:
+        if not until_ns:
+            return
+        if not self._in_thread:
+            self._timer.arm(until_ns)
+        elif self._timer_fd >= 0:
+            timerfd_settime(self._timer_fd, until_ns)
 
-    def _timeout_ms(self, limits: Limits, now: float, until_ns: int) -> float | None:
+    async def _suspend(self, limits: Limits, now: float, until_ns: int) -> None:
+        assert self._sleeper is not None
+        at = limits.due_asleep(now)
+        handle = None
+        if at is not None and not (until_ns and at * 1e9 >= until_ns):  # else the timer comes first
+            handle = self._loop.call_later(max(0.0, at - now), self.wake)
+        self._yielded = True
+        try:
+            await self._sleeper
+        finally:
+            if handle is not None:
+                handle.cancel()
+
+    def _block(self, limits: Limits, now: float, until_ns: int) -> None:
         times = []
         due = limits.due_asleep(now)
         if due is not None:
             times.append(due)
         if limits.cancel is not None:
             times.append(now + CANCEL_POLL_S)
-        if until_ns and self._timer < 0:
+        if until_ns and self._timer_fd < 0:
             times.append(until_ns / 1e9)
-        return max(0.0, min(times) - now) * 1000 if times else None
+        timeout_ms = None
+        if times:
+            timeout_ms = max(0.0, min(times) - now) * 1000
+        assert self._poll is not None
+        for fd, _ in self._poll.poll(timeout_ms):
+            self._drain(fd)
+
+    def _open_poll(self) -> None:
+        if self._poll is not None:
+            return
+        assert self._doorbells is not None
+        with naming_limits("a call that blocks"):
+            if self._wake_pipe[0] < 0:
+                self._wake_pipe = os.pipe()
+                for fd in self._wake_pipe:
+                    os.set_blocking(fd, False)
+            if self._timer_fd < 0:
+                self._timer_fd = open_timer()  # else poll's own timeout, precise to a millisecond
+        poll = select.poll()
+        for fd in (self._wake_pipe[0], self._timer_fd, *(doorbell.fd for doorbell in self._doorbells)):
+            if fd >= 0:
+                poll.register(fd, select.POLLIN)
+        self._poll = poll
 
     def _drain(self, fd: int) -> None:
+        assert self._doorbells is not None
         if fd == self._wake_pipe[0]:
             with suppress(BlockingIOError):
                 os.read(fd, 64)
-        elif fd == self._timer:
+        elif fd == self._timer_fd:
             timerfd_settime(fd, 0)
         else:
             for doorbell in self._doorbells:

@@ -13,9 +13,8 @@ from typing import Any
 from support import until
 
 from aioshm.errors import HandleError
-from aioshm.lifeline.connection import Peer
 from aioshm.lifeline.dialer import Lifeline, attach, dial
-from aioshm.lifeline.listener import LifelineListener
+from aioshm.lifeline.listener import LifelineListener, Peer
 from aioshm.lifeline.protocol import Hello, Welcome
 from aioshm.lifeline.sockets import sockaddr
 from aioshm.ring.layout import VERSION

@@ -47,7 +47,7 @@ class TestLeaving:
                 sock.close()
 
     async def test_a_reader_that_has_gone_is_noticed_before_its_successor_is_asked_in(self, address: str) -> None:
-        """Its successor's turn may come before that of the connection that has ended."""
+        """Its successor may be read before the connection that has ended."""
         async with opened(address) as door:
             for _ in range(20):
                 reader = await Reader.admitted(address)
@@ -55,27 +55,10 @@ class TestLeaving:
                 sock.send(pack(hello()))
                 reader.lifeline.close()
                 door.log.clear()
-                door.listener._accept()
-                *_, successor = door.listener._connections.values()
-                successor.look()
+                door.listener.look()
                 assert door.log == [("left", 0), ("attached", 0)]
                 sock.close()
                 await until(lambda: door.log[-1] == ("died", 0), "the end")
-
-    async def test_of_many_at_once_a_turn_of_the_loop_tells_one(self, address: str) -> None:
-        """A busy writer goes on in between."""
-        async with opened(address) as door:
-            readers = [await Reader.admitted(address, rank) for rank in range(10)]
-            door.log.clear()
-            for reader in readers:
-                reader.lifeline.close()
-            told = []
-            while sum(told) < 10:
-                before = len(door.log)
-                await asyncio.sleep(0)
-                told.append(len(door.log) - before)
-            assert max(told) == 1
-            assert [what for what in door.log if what[0] == "left"] == [("left", rank) for rank in range(10)]
 
     async def test_a_writer_that_looks_is_told_all_at_once(self, address: str) -> None:
         async with opened(address) as door:
@@ -86,7 +69,7 @@ class TestLeaving:
             newcomer = dial(address, hello(10))
             assert newcomer is not None
             door.listener.look()
-            assert door.log == [("left", rank) for rank in range(10)] + [("attached", 10)]
+            assert sorted(door.log) == [("attached", 10)] + [("left", rank) for rank in range(10)]
             newcomer.close()
             await until(lambda: door.log[-1] == ("died", 10), "its end")
 

@@ -145,8 +145,7 @@ class TestMany:
             sock = knock(address)
             sock.send(pack(hello()))
             monkeypatch.setattr(listening, "HELLO_TIMEOUT_S", 0.0)
-            door.listener._accept()
-            door.listener._drop_late()
+            door.listener.look()
             assert door.log == [("attached", 0)]
             sock.close()
             await until(lambda: door.log[-1] == ("died", 0), "its end")

@@ -7,10 +7,10 @@
  *     await answer   dialer.py attach
  *     attached       dialer.py Lifeline._readable, _signals; source.py RingSource._writer_gone
  *     accept         listener.py LifelineListener._accept
- *     greet          connection.py Connection._greet
- *     admit          connection.py Connection._find_place, _has_gone, _admit: later turns of the loop
- *     signals        connection.py Connection._read_some, _signals; readers.py LocalReaders.attached, proven, gone, missed
- *     close          listener.py LifelineListener.close, _turn_away; connection.py Connection.close
+ *     greet          listener.py Peer._greet
+ *     admit          listener.py Peer._admit, _has_gone
+ *     signals        listener.py Peer._read_some, _signals; readers.py LocalReaders.attached, proven, gone, missed
+ *     close          listener.py LifelineListener.close, _turn_away; listener.py Peer.close
  *
  * Properties: a reader takes a writer that has closed for closed, and one that was killed for dead, or finds nobody
  * listening; a writer takes a reader that said goodbye for one that left, and one that was killed for dead; every place is

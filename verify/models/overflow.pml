@@ -5,7 +5,7 @@
  *
  *     step here       queue/local/overflow.py                      lifeline/
  *     fitting         OverflowSegments.reserve, _free, put, mark
- *     hand_over       OverflowSegments.hand_over                       connection.py Peer.hand_over, _empty_outbox
+ *     hand_over       OverflowSegments.hand_over                       listener.py Peer.hand_over, _empty_outbox
  *     marker          pack_marker; readers.py LocalReaders.put
  *     look            PassedSegments.body, arrived                 dialer.py Lifeline._readable
  *     view, drop      PassedSegments.view, finished; PassedSegment.view, unlock (viewed: the lock)

@@ -20,7 +20,7 @@
  *     release         finish, writer_parked               ReaderBase.release, take_many, ReaderControl.give_back
  *     can_go_on       -                                   ring/cursors.py RingReader.writer_can_go_on, RingWriter.want;
  *                                                         queue/local/attachment.py WriterWaker.wake
- *     woken by end    -                                   lifeline/connection.py, dialer.py (end of file), LocalReaders.gone
+ *     woken by end    -                                   lifeline/listener.py, dialer.py (end of file), LocalReaders.gone
  *
  * -DREADERS_SLEEP: the writer publishes MESSAGES, BATCH of them with one fence, a reader sleeps for each; the writer may be
  * killed before any step. Else: the writer sleeps until both readers have finished with message 1, though it has waited

@@ -24,7 +24,7 @@ from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import AnyKeys, EngineCredentials, keys_for_engine
 from aioshm.process import progress
 from aioshm.process.background import give_back
-from aioshm.process.selfwatch import SelfWatch
+from aioshm.process.stalls import SelfWatch
 from aioshm.process.stopping import Termination
 from aioshm.zeromq.endpoint import attach, limit_frames, open_socket
 from aioshm.zeromq.monitor import ENDED, MISMATCH, Monitor

@@ -17,7 +17,7 @@ from aioshm.queue.blocking.end import BlockingEnd, locked, remaining_s
 from aioshm.queue.ends.blocks import ReadBlock
 from aioshm.queue.local.leases import VIEW_BYTES
 from aioshm.ring.cores import ReaderCore
-from aioshm.wait.limits import thread_deadline_after
+from aioshm.wait.limits import deadline_after
 
 
 class Block(AbstractContextManager[Any]):
@@ -33,7 +33,7 @@ class Block(AbstractContextManager[Any]):
 
     def __enter__(self) -> Any:
         end = self._end
-        deadline = thread_deadline_after(self._timeout)
+        deadline = deadline_after(self._timeout, in_thread=True)
         end.acquire(deadline)
         entered = False
         try:
@@ -119,7 +119,7 @@ class LeaseBlock(Block):
         decoded: bool,
     ) -> None:
         super().__init__(end, timeout)
-        thread_deadline_after(timeout, cancel, indefinite)
+        deadline_after(timeout, cancel, indefinite, in_thread=True)
         self._cancel = cancel
         self._indefinite = indefinite
         self._decoded = decoded

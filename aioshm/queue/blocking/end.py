@@ -1,7 +1,7 @@
 """An end of a queue for threads, one call at a time. Its asynchronous end belongs to the background loop.
 
 The native core sends and receives in the calling thread, which also waits for messages and slots of a local ring
-(`ThreadPoller`). Everything else is a coroutine on the background loop, for which the thread waits.
+(`Poller`). Everything else is a coroutine on the background loop, for which the thread waits.
 
 A signal handler may raise out of any call in this module. An indivisible change is therefore one call of the core, runs
 in the loop's thread, where no handler runs, or consists of statements without a call between them.

@@ -28,7 +28,7 @@ from aioshm.queue.handle import Handle
 from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import Change, ReaderInfo
 from aioshm.queue.tracing import TraceContext
-from aioshm.wait.limits import thread_deadline_after
+from aioshm.wait.limits import deadline_after
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -166,7 +166,7 @@ class MessageQueue(QueueBase[T], Closing):
     def wait_until_ready(self, timeout: float | None = None) -> None:
         held = self.held
         end = held.end
-        deadline = thread_deadline_after(timeout)
+        deadline = deadline_after(timeout, in_thread=True)
         held.acquire(deadline)
         try:
             held.run(lambda: end.wait_until_ready(deadline))
@@ -187,12 +187,12 @@ class MessageQueue(QueueBase[T], Closing):
         if message is not None:
             if self._writer is None:
                 self._wrong_end("enqueue", "writer")
-            held.send(obj, message, thread_deadline_after(timeout))
+            held.send(obj, message, deadline_after(timeout, in_thread=True))
 
     def enqueue_many(self, objs: Iterable[T], timeout: float | None = None) -> None:
         writer = self._writer_of("enqueue_many")
         held = self.held
-        deadline = thread_deadline_after(timeout)
+        deadline = deadline_after(timeout, in_thread=True)
         held.acquire(deadline)
         try:
             held.run(lambda: writer.prepare(deadline))
@@ -270,7 +270,7 @@ class MessageQueue(QueueBase[T], Closing):
             return obj  # type: ignore[no-any-return]  # what the codec has decoded
         if self._reader is None:
             self._wrong_end("dequeue", "reader")
-        deadline = thread_deadline_after(timeout, cancel, indefinite)
+        deadline = deadline_after(timeout, cancel, indefinite, in_thread=True)
         while True:
             held.receive(deadline, cancel, indefinite)
             if undelivered:
@@ -289,7 +289,7 @@ class MessageQueue(QueueBase[T], Closing):
         check_int("max_items", max_items, minimum=1)
         held = self.held
         undelivered = held.undelivered
-        deadline = thread_deadline_after(timeout, cancel, indefinite)
+        deadline = deadline_after(timeout, cancel, indefinite, in_thread=True)
         held.loop()  # or this would block an event loop
         held.receive_now(max_items)
         while True:

@@ -22,7 +22,7 @@ from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext, unpack_trace
 from aioshm.ring.cores import EMPTY, SLOW_PATH, Calls, ReaderCore
 from aioshm.ring.layout import TRAIL
-from aioshm.wait.limits import Inquiry, Stall, deadline_after, settle
+from aioshm.wait.limits import Stall, deadline_after, settle
 
 
 class Reader(Closable):
@@ -318,14 +318,10 @@ class Reader(Closable):
 
     def _inquiry(self) -> Stall:
         """Return a stall report that first asks the writer whether its event loop runs."""
-
-        def ask() -> bool:
-            return self.source.ask_writer()
-
-        def report(waited_s: float) -> None:
-            self.source.report_waiting(waited_s)
-
-        return self.state.stall(Inquiry(self.state.options.stall_warning_s, ask, report))
+        return self.state.stall(
+            lambda waited_s: self.source.report_waiting(waited_s),  # the source may be another one by then
+            lambda: self.source.ask_writer(),
+        )
 
     def _stall_of_reading(self, progress: int) -> Stall:
         """Return the stall report of a wait for a message, continued from an earlier call."""

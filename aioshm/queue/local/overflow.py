@@ -21,8 +21,8 @@ from aioshm.codec.base import HUGE_PAGE_BYTES, OwnMemory
 from aioshm.codec.frames import HEADER, write_body
 from aioshm.config import DEFAULT_BACKING
 from aioshm.errors import CorruptSlot, OutOfDescriptors, SharedMemoryError
-from aioshm.lifeline.connection import Peer
 from aioshm.lifeline.dialer import Lifeline
+from aioshm.lifeline.listener import Peer
 from aioshm.process.limits import is_out_of_descriptors, out_of_descriptors, shortage
 from aioshm.ring import RingWriter
 from aioshm.ring.layout import round_up

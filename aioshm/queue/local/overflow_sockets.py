@@ -24,7 +24,7 @@ import zmq
 from aioshm.codec.frames import INLINE
 from aioshm.config import Options
 from aioshm.errors import CorruptSlot, OutOfThreads, SharedMemoryError
-from aioshm.lifeline.connection import Peer
+from aioshm.lifeline.listener import Peer
 from aioshm.lifeline.sockets import new_address
 from aioshm.process.limits import Reserve, naming_limits, start_thread
 from aioshm.queue.local.overflow import OverflowReader, pack_marker

@@ -15,8 +15,7 @@ from aioshm.codec import Encoded
 from aioshm.codec.frames import INLINE, OVERFLOW, PLACED, RAW, pack_header, pack_place, parts_of, write_body
 from aioshm.config import SLOW_READER, Options
 from aioshm.errors import HandleError, PeerDied
-from aioshm.lifeline.connection import Peer
-from aioshm.lifeline.listener import LifelineListener
+from aioshm.lifeline.listener import LifelineListener, Peer
 from aioshm.lifeline.protocol import ANY_RANK, Hello, Welcome
 from aioshm.lifeline.sockets import new_address
 from aioshm.logs import LogLimiter

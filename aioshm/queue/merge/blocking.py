@@ -26,7 +26,7 @@ from aioshm.queue.merge.round import (
     ranked,
 )
 from aioshm.wait.policy import Policy
-from aioshm.wait.poller import ThreadPoller
+from aioshm.wait.poller import Poller
 
 TAKEN_S = 0.01
 """How often to poll a reader that another thread uses."""
@@ -125,14 +125,14 @@ class _Merging(stream.Merged[Any]):
             return None
         return monotonic() + TAKEN_S
 
-    def _poller_of(self, policy: Policy) -> ThreadPoller:
+    def _poller_of(self, policy: Policy) -> Poller:
         assert self._loop is not None
         doorbells: list[Doorbell] = []
         for place in self._round.running:
             doorbell = place.reader.source.doorbell
             if place.ring is not None and doorbell is not None:
                 doorbells.append(doorbell)
-        return ThreadPoller(self._loop, self._shared, policy, self._shared.spin, doorbells)
+        return Poller(self._loop, self._shared, policy, self._shared.spin, doorbells)
 
 
 class Merged(Closing, Iterator[tuple[int, T | Any]]):

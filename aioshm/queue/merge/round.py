@@ -16,7 +16,7 @@ from aioshm.queue.source import nothing
 from aioshm.ring import RingReader
 from aioshm.ring.cores import EMPTY, SLOW_PATH
 from aioshm.wait.limits import MIN_PAUSE_S, answer_within
-from aioshm.wait.poller import Poller, ThreadPoller
+from aioshm.wait.poller import Poller
 
 Q = TypeVar("Q", bound=QueueBase[Any])
 
@@ -32,7 +32,7 @@ class SharedSleep:
 
     def __init__(self) -> None:
         self.rings: Sequence[RingReader] = ()
-        self.poller: Poller | ThreadPoller | None = None
+        self.poller: Poller | None = None
         self.yields = False
         self._pid = os.getpid()
 

@@ -35,7 +35,7 @@ from aioshm.ring.cores import EMPTY, SLOW_PATH
 from aioshm.wait.cpus import policy_for
 from aioshm.wait.limits import Stall
 from aioshm.wait.policy import Policy
-from aioshm.wait.poller import Poller, ThreadPoller
+from aioshm.wait.poller import Poller
 
 
 def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -> Merged[T]:
@@ -307,7 +307,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         """Return when to poll readers that were left out, if they cannot wake the merge."""
         return None
 
-    def _new_poller(self) -> Poller | ThreadPoller:
+    def _new_poller(self) -> Poller:
         others: list[int] = []
         for place in self._round.running:
             if place.ring is not None:
@@ -319,7 +319,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._shared.yields = policy.crowded
         return self._poller_of(policy)
 
-    def _poller_of(self, policy: Policy) -> Poller | ThreadPoller:
+    def _poller_of(self, policy: Policy) -> Poller:
         assert self._loop is not None
         return Poller(self._loop, self._shared, policy, self._shared.spin)
 
