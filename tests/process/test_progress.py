@@ -23,7 +23,7 @@ from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.progress import BUSY, IDLE, Sample
 from aioshm.process.restart import Restart
-from aioshm.process.stacks import NOT_INSTALLED, ProcessReport, parse_faulthandler, process_report, users_line
+from aioshm.process.stacks import NOT_INSTALLED, ProcessReport, parse_faulthandler, users_line
 from aioshm.process.stalls import Judge, ProgressWatch, Watched
 
 WARNING_S = 0.6
@@ -318,31 +318,6 @@ async def test_a_process_that_exits_while_its_line_is_found_is_not_reported(
         await until(lambda: found.process.exitcode is not None and found.naming is None)
     assert [where for _, where in changes] == [""]
     assert "stalled" not in caplog.text
-
-
-async def test_a_process_that_moves_while_its_line_is_found_is_named_all_the_same(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def move(_: Child) -> ProcessReport:
-        own.enter(IDLE)
-        moved.wait(30)
-        return process_report(0, (), "why")
-
-    moved = threading.Event()
-    monkeypatch.setattr(stalls, "culprit", move)
-    child = Child(time.time, "child")
-    child.progress = progress.Cell()
-    own = progress.Progress(child.progress.fileno())
-    own.enter(BUSY)
-    watcher = ProgressWatch(0.2, None, lambda _: None)
-    found = watcher.add("engine 7", child)
-    await until(lambda: found.naming is not None)
-    await until(lambda: found.health == "running")
-    moved.set()
-    await until(lambda: "why" in caplog.text)
-    watcher.close()
-    child.progress.close()
-    assert "engine 7 (pid None) was stalled: no progress for 0 s: not visible from here; why" in caplog.text
 
 
 async def test_a_process_that_is_continued_while_its_line_is_found_has_time_again(
