@@ -140,7 +140,7 @@ class Source(Closable):
         raise NotImplementedError
 
     def traces(self, _most: int, /) -> list[bytes]:
-        """Return the trace contexts of the latest messages, as `ReaderCore.traces`."""
+        """Return the trace contexts of the latest messages, as `RingReader.traces`."""
         return []
 
     # The peers

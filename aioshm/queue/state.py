@@ -25,7 +25,6 @@ from aioshm.queue.closing import ClosingOrder
 from aioshm.queue.source import NoRing
 from aioshm.queue.stats import QueueStats, Rates
 from aioshm.ring import RingReader, RingWriter
-from aioshm.ring.cores import CopyingCore, ReaderCore, WriterCore
 from aioshm.wait.cpus import policy_for
 from aioshm.wait.limits import Stall, settle
 from aioshm.wait.poller import Poller, WaitStats
@@ -42,7 +41,7 @@ NO_TURNS = 1 << 62
 """The same for blocking ends: the background loop runs between calls anyway."""
 
 
-Core: TypeAlias = WriterCore | ReaderCore | CopyingCore | NoRing
+Core: TypeAlias = RingWriter | RingReader | NoRing
 
 
 class CallLock:

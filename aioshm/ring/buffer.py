@@ -20,8 +20,8 @@ from aioshm.arguments import check_int, shown
 from aioshm.config import DEFAULT_BACKING, Backing
 from aioshm.errors import AioshmError, HandleError, RoleError, SharedMemoryError
 from aioshm.ring import layout as at
-from aioshm.ring.cores import ReaderCore, memory_fence
-from aioshm.ring.cursors import RingReader, RingWriter
+from aioshm.ring.cores import memory_fence
+from aioshm.ring.ends import RingReader, RingWriter
 from aioshm.ring.layout import Layout, chunk_at
 from aioshm.ring.segment import CAN_ALLOCATE, Segment
 
@@ -121,7 +121,7 @@ class ShmRingBuffer:
         self._why = ""
         return self
 
-    # Cursors and views
+    # Ends and views
 
     @property
     def view(self) -> memoryview:
@@ -133,7 +133,7 @@ class ShmRingBuffer:
         return self._mapped().view
 
     def writer(self) -> RingWriter:
-        """Return the writer's cursor; a ring has one writer.
+        """Return the writer's end; a ring has one writer.
 
         Raises:
             RoleError: The ring was mapped for reading.
@@ -144,13 +144,13 @@ class ShmRingBuffer:
         writer = RingWriter(self.layout, view)
         segment = self._mapped()
         if segment.name is not None and CAN_ALLOCATE:
-            writer.core.bind_allocate(segment.allocate)
+            writer.bind_allocate(segment.allocate)
         return writer
 
-    def reader(self, reader: int, core: type[ReaderCore] = ReaderCore) -> RingReader:
-        """Return the cursor of a reader (0 to n_reader - 1); each has one."""
+    def reader(self, reader: int) -> RingReader:
+        """Return the end of a reader (0 to n_reader - 1)."""
         check_int("reader", reader, minimum=0, maximum=self.layout.n_reader - 1)
-        return RingReader(self.layout, self.view, reader, core)
+        return RingReader(self.layout, self.view, reader)
 
     def chunk(self, number: int) -> memoryview:
         """Return the room of a chunk, without its header; read-only where this process only reads."""
@@ -216,7 +216,7 @@ class ShmRingBuffer:
             self._segment.unlink()
 
     def close(self) -> None:
-        """Unmap. Cursors and views of this ring must not be used any more. Idempotent."""
+        """Unmap. Ends and views of this ring must not be used any more. Idempotent."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None

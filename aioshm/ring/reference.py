@@ -336,7 +336,7 @@ class WriterBase(_End):
             chunks = record.chunks_for(nbytes)
             chunks.reclaim(self.finished)
             if not chunks.n_usable:
-                return False  # `WriterCore.blocker` allocates memory for a chunk that has none
+                return False  # `WriterControl.blocker` allocates memory for a chunk that has none
             record.claimed = chunks
             number = 1 + chunks.top
         place = chunk_at(self._pools, number - 1)
@@ -443,7 +443,7 @@ class ReaderBase(_End):
         self.seq = self._count[0] = seq
 
     def skip(self) -> None:
-        """Continue with the next message, but keep the slot, until `ReaderCore.give_back`."""
+        """Continue with the next message, but keep the slot, until `ReaderControl.give_back`."""
         self.check_unused()
         self._note_taken()
         self._advance()
@@ -579,9 +579,11 @@ class ReaderBase(_End):
         return True
 
     def was_evicted(self) -> bool:
-        """Return whether the writer continues without this reader: it may have refilled the slot that was read."""
+        """Return whether the writer did not wait for this reader: it may have refilled the slot that was read."""
         memory_fence()  # after what was read
-        return bool(self._flags[self._index * self._row_bytes + self._flag])
+        if self._flags[self._index * self._row_bytes + self._flag]:
+            return True
+        return bool(_WORD.unpack_from(self._view, self._slot() + _SEQ_AT)[0] != self.seq)
 
     def ready(self) -> bool:
         # In this order: a slot that is cleared already and still written, from the lap before, is being published.

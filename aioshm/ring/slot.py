@@ -35,6 +35,11 @@ class Slot:
         return self._slots.flags(self.index)
 
     @property
+    def seq(self) -> int:
+        """The number of the message, as the header says."""
+        return self._slots.seq(self.begin)
+
+    @property
     def chunk(self) -> int | None:
         """The number of the chunk that the header names; None: the message lies in the slot itself."""
         return self._slots.chunk(self.begin)
@@ -94,6 +99,10 @@ class Slots:
     def header(self, begin: int) -> memoryview:
         """Return the header at an offset."""
         return self.bodies[begin : begin + at.SLOT_HEADER_BYTES]
+
+    def seq(self, begin: int) -> int:
+        """Return the number of the message, as the header at an offset says."""
+        return self._words[(begin >> 3) + _SEQ]
 
     def size(self, begin: int) -> int:
         """Return the bytes of a body that did not overflow, as the header at an offset says."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from rings import Cores, content
 
 from aioshm.codec.frames import OVERFLOW, pack_header
 from aioshm.queue.local.overflow import SECRET_BYTES, OverflowSegments, PassedSegments, unpack_marker
-from aioshm.ring import Layout, RingReader, RingWriter, ShmRingBuffer
-from aioshm.ring.cores import CopyingCore
+from aioshm.ring import Layout, ShmRingBuffer
 
 ROOM = 64
 PLAIN = 3  # what the header of a message begins with that batches may have
@@ -57,7 +57,7 @@ class Passed:
 class Incarnation:
     """A reader, and what it is to receive next."""
 
-    end: RingReader
+    end: Any
     next: int
     held: bool = False
     received: list[int] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Churn:
         self.layout = Layout.of(places, ROOM, chunks, slots, inline_bytes)
         self.ring = ShmRingBuffer(places, ROOM, chunks, slots=slots, inline_bytes=inline_bytes)
         self.seen_by_readers = ShmRingBuffer.from_fd(self.layout, os.dup(self.ring.fd), self.ring.queue_id)
-        self.writer = RingWriter(self.layout, self.ring.view, cores.writer)
+        self.writer = cores.writer(self.layout, self.ring.view)
         self.writer.core.bind(bytes, PLAIN, True, None)
         self.overflow = OverflowSegments(self.writer, self.ring.queue_id, SECRET, self)  # type: ignore[arg-type]
         for place in range(places):
@@ -205,7 +205,7 @@ class Churn:
         self.sent += 1
 
     def _start(self, place: int, first: int) -> None:
-        end = RingReader(self.layout, self.seen_by_readers.view, place, self.cores.reader)
+        end = self.cores.reader(self.layout, self.seen_by_readers.view, place)
         end.core.bind(bytes, PLAIN, True, None)
         end.core.start_at(first)
         self.readers[place] = reader = Incarnation(end, first)
@@ -294,8 +294,3 @@ class Churn:
 
 
 KILLED = ["leaves", "killed", "flagged", "leasing", "killed, held", "flagged, held", "leasing, held"]
-
-
-def copying(churn: Churn, place: int) -> RingReader:
-    """Return the end of a reader that copies, at this place."""
-    return RingReader(churn.layout, churn.seen_by_readers.view, place, CopyingCore)

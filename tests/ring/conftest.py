@@ -8,7 +8,7 @@ import pytest
 from pairs_of_cores import NewPair, Pair, close_pair, make_pair
 from rings import CORES, Cores, Ends, NewEnds, NewRing
 
-from aioshm.ring import RingReader, RingWriter, ShmRingBuffer, window
+from aioshm.ring import ShmRingBuffer, window
 from aioshm.ring.window import Windows
 
 
@@ -39,13 +39,13 @@ def inline_bytes(request: pytest.FixtureRequest) -> int | None:
 
 @pytest.fixture
 def new_ends(cores: Cores, new_ring: NewRing, inline_bytes: int | None) -> Iterator[NewEnds]:
-    """Make rings with all of their cursors."""
+    """Make rings with all of their ends."""
     with ExitStack() as stack:
 
         def make(n_reader: int = 2, chunks: int = 3, chunk_bytes: int = 100) -> Ends:
             ring = new_ring(n_reader, chunk_bytes, chunks, inline_bytes=inline_bytes)
-            writer = RingWriter(ring.layout, ring.view, cores.writer)
-            readers = [RingReader(ring.layout, ring.view, index, cores.reader) for index in range(n_reader)]
+            writer = cores.writer(ring.layout, ring.view)
+            readers = [cores.reader(ring.layout, ring.view, index) for index in range(n_reader)]
             for cursor in (writer, *readers):
                 stack.callback(cursor.close)
             return Ends(ring, writer, readers)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rings import CORES, content
 
-from aioshm.ring import RingReader, RingWriter, ShmRingBuffer
+from aioshm.ring import ShmRingBuffer
 
 PLAIN = 3
 LOST_S = 30.0
@@ -19,7 +19,7 @@ LOST_S = 30.0
 
 def hammer(ring: ShmRingBuffer, kind: str, seconds: float, at_least: int) -> None:
     """Publish as fast as it goes, in every way there is, for a while and so many messages; an empty one ends it."""
-    writer = RingWriter(ring.layout, ring.view, CORES[kind].writer)
+    writer = CORES[kind].writer(ring.layout, ring.view)
     core, room = writer.core, ring.layout.max_chunk_bytes
     core.bind(bytes, PLAIN, True, None)
     deadline = monotonic() + seconds
@@ -40,7 +40,7 @@ def hammer(ring: ShmRingBuffer, kind: str, seconds: float, at_least: int) -> Non
 
 def check(ring: ShmRingBuffer, kind: str, index: int) -> None:
     """Take as fast as it goes, in every way there is, and check each byte."""
-    reader = RingReader(ring.layout, ring.view, index, CORES[kind].reader)
+    reader = CORES[kind].reader(ring.layout, ring.view, index)
     core, room = reader.core, ring.layout.max_chunk_bytes
     core.bind(bytes, PLAIN, True, None)
     nothing = CORES[kind].module.EMPTY
@@ -103,7 +103,7 @@ def park_and_write(
     Sleep where no slot is free, wake the readers that sleep.
     """
     cores = CORES[kind]
-    writer = RingWriter(ring.layout, ring.view, cores.writer)
+    writer = cores.writer(ring.layout, ring.view)
     core: Any = writer.core
     flags = [writer.readers_parked[index : index + 1] for index in range(len(readers))]
     core.bind(bytes, PLAIN, True, lambda: ring_if(flags, readers))
@@ -132,7 +132,7 @@ def park_and_write(
 def park_and_read(ring: ShmRingBuffer, kind: str, index: int, bell: Connection, writer: Connection, slept: Any) -> None:
     """Take, by hand and in one call; sleep where there is nothing; wake the writer if it sleeps."""
     cores = CORES[kind]
-    reader = RingReader(ring.layout, ring.view, index, cores.reader)
+    reader = cores.reader(ring.layout, ring.view, index)
     core: Any = reader.core
     flags = [reader.writer_parked]
     core.bind(bytes, PLAIN, True, lambda: ring_if(flags, [writer]))

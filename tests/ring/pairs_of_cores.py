@@ -44,19 +44,17 @@ def open_gate(core: Any, turn: int = 1 << 30) -> None:
 
 
 def make_pair(ring: ShmRingBuffer, cores: Cores, raw: bool = True) -> Pair:
-    slots = Slots(ring.layout, ring.view)
-    writer = cores.writer(ring.layout, ring.view, slots)
-    readers = [cores.reader(ring.layout, ring.view, slots, index) for index in range(ring.layout.n_reader)]
+    writer = cores.writer(ring.layout, ring.view)
+    readers = [cores.reader(ring.layout, ring.view, index) for index in range(ring.layout.n_reader)]
     for core in (writer, *readers):
         core.bind(encode if core is writer else decode, PLAIN, raw, None)
         open_gate(core)
-    return Pair(ring, slots, writer, readers[0], readers, cores)
+    return Pair(ring, writer.slots, writer, readers[0], readers, cores)
 
 
 def close_pair(pair: Pair) -> None:
     for core in (pair.writer, *pair.readers):
         core.close()
-    pair.slots.release()
 
 
 def encode(obj: object) -> Any:

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from aioshm.ring import RingReader, RingWriter, ShmRingBuffer, reference
-from aioshm.ring.cores import ReaderControl, WriterControl
+from aioshm.ring import ShmRingBuffer, reference
+from aioshm.ring.ends import ReaderControl, WriterControl
+from aioshm.ring.slot import Slot
 
 try:
     from aioshm.ring import _native
@@ -19,25 +20,36 @@ except ImportError:
 
 
 class Ends(NamedTuple):
-    """A ring and all of its cursors."""
+    """A ring and all of its ends."""
 
     ring: ShmRingBuffer
-    writer: RingWriter
-    readers: list[RingReader]
+    writer: WriterControl
+    readers: list[Peeking]
 
 
 class Cores(NamedTuple):
     """A writer's and a reader's core that belong together, and the module that has them."""
 
     writer: type[WriterControl]
-    reader: type[ReaderControl]
+    reader: type[Peeking]
     module: ModuleType
+
+
+class Peeking(ReaderControl):
+    """A reader's end of which tests look at slots."""
+
+    def peek(self) -> Slot | None:
+        """Return the slot of the next message; None: there is no message."""
+        self.check_unused()
+        if not self.ready():
+            return None
+        return self.slots[self.seq % self.layout.slots]
 
 
 class ReferenceWriter(WriterControl, reference.WriterBase): ...
 
 
-class ReferenceReader(ReaderControl, reference.ReaderBase): ...
+class ReferenceReader(Peeking, reference.ReaderBase): ...
 
 
 class OrderedWriter(ReferenceWriter):
@@ -53,7 +65,7 @@ if _native is not None:
 
     class NativeWriter(WriterControl, _native.WriterBase): ...
 
-    class NativeReader(ReaderControl, _native.ReaderBase): ...
+    class NativeReader(Peeking, _native.ReaderBase): ...
 
     NATIVE = Cores(NativeWriter, NativeReader, _native)
 
@@ -80,7 +92,7 @@ def content(number: int, room: int) -> bytes:
     return stamp + _PATTERN[start : start + number * 37 % (room - len(stamp) + 1)]
 
 
-def put(writer: RingWriter, message: bytes) -> bool | None:
+def put(writer: Any, message: bytes) -> bool | None:
     """Publish one message; return what `commit` says, or None while no slot is free."""
     slot = writer.claim(len(message))
     if slot is None:
@@ -90,15 +102,15 @@ def put(writer: RingWriter, message: bytes) -> bool | None:
     return writer.commit()
 
 
-def look(reader: RingReader) -> bytes | None:
+def look(reader: Any) -> bytes | None:
     """Return a copy of the next message, or None."""
-    slot = reader.peek()
-    if slot is None:
+    if not reader.ready():
         return None
+    slot = reader.slots[reader.seq % reader.layout.slots]
     return bytes(slot.body[: int.from_bytes(slot.header[:8], "little")])
 
 
-def receive(reader: RingReader) -> bytes | None:
+def receive(reader: Any) -> bytes | None:
     """Take the next message, or return None."""
     message = look(reader)
     if message is not None:

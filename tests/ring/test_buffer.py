@@ -16,7 +16,6 @@ from rings import NewRing, answer, content, fds, look, put
 from aioshm.errors import HandleError, SharedMemoryError
 from aioshm.ring import Layout, RingHandle, RingReader, RingWriter, ShmRingBuffer, buffer
 from aioshm.ring import layout as at
-from aioshm.ring.cores import ReaderCore, WriterCore
 
 spawn = get_context("spawn")
 
@@ -156,11 +155,10 @@ class TestPrefault:
         assert self.committed(ring) == before
 
 
-def test_cursors_have_the_cores_of_this_machine(new_ring: NewRing) -> None:
+def test_ends_are_those_of_this_machine(new_ring: NewRing) -> None:
     ring = new_ring(1)
     writer, reader = ring.writer(), ring.reader(0)
     assert (type(writer), type(reader)) == (RingWriter, RingReader)
-    assert (type(writer.core), type(reader.core)) == (WriterCore, ReaderCore)
 
 
 def test_views_of_slots(new_ring: NewRing) -> None:

@@ -105,8 +105,8 @@ class TestGate:
     def test_a_new_core_is_shut(self, new_pair: NewPair) -> None:
         pair = new_pair()
         for core in (
-            pair.cores.writer(pair.ring.layout, pair.ring.view, pair.slots),
-            pair.cores.reader(pair.ring.layout, pair.ring.view, pair.slots, 0),
+            pair.cores.writer(pair.ring.layout, pair.ring.view),
+            pair.cores.reader(pair.ring.layout, pair.ring.view, 0),
         ):
             assert (core.open, core.budget, core.budget_ends_ns, core.spin_ns, core.seq) == (False, 0, 0, 0, 0)
             core.open, core.budget = True, 1

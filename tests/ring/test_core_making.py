@@ -19,7 +19,7 @@ from pairs_of_cores import PLAIN, NewPair, Pair, open_gate
 from rings import NATIVE, Cores
 from support import examples
 
-from aioshm.ring import Layout, RingReader, RingWriter
+from aioshm.ring import Layout
 from aioshm.ring import layout as at
 from aioshm.ring.layout import Sizes
 from aioshm.ring.record import ReaderRecord, WriterRecord
@@ -90,12 +90,9 @@ class TestMaking:
         sizes = pair.ring.layout
         for make, rest in ((pair.cores.writer, ()), (pair.cores.reader, (1,))):
             with pytest.raises(ValueError, match="smaller than the layout says"):
-                make(sizes, memoryview(bytearray(sizes.total_bytes - 1)), pair.slots, *rest)  # type: ignore[call-arg]
+                make(sizes, memoryview(bytearray(sizes.total_bytes - 1)), *rest)  # type: ignore[call-arg]
             with pytest.raises(BufferError):
-                make(sizes, memoryview(bytes(sizes.total_bytes)), pair.slots, *rest)  # type: ignore[call-arg]
-            for slots in ((), None, [*pair.slots] * 2):
-                with pytest.raises(TypeError):
-                    make(sizes, pair.ring.view, slots, *rest)  # type: ignore[call-arg, arg-type]
+                make(sizes, memoryview(bytes(sizes.total_bytes)), *rest)  # type: ignore[call-arg]
 
     @pytest.mark.parametrize("what", [-1, 1 << 64])
     def test_bind_takes_a_word(self, new_pair: NewPair, what: int) -> None:
@@ -176,7 +173,7 @@ class Owner:
     def __init__(self, pair: Pair, end: str) -> None:
         layout, view = pair.ring.layout, pair.ring.view
         make: Any = getattr(pair.cores, end)
-        self.core = make(layout, view, pair.slots, *((0,) if end == "reader" else ()))
+        self.core = make(layout, view, *((0,) if end == "reader" else ()))
         self.core.bind(self.code, PLAIN, False, self.parked)
         self.core.belong(self.runs)
 
@@ -206,9 +203,9 @@ class TestMemory:
         for _ in range(50):
             memory = mmap.mmap(-1, layout.total_bytes)
             view = memoryview(memory)
-            for cursor in (RingWriter(layout, view, cores.writer), RingReader(layout, view, 0, cores.reader)):
+            for cursor in (cores.writer(layout, view), cores.reader(layout, view, 0)):
                 cycle = {"memory": memory, "view": view, "cursor": cursor}
-                cursor.core.bind(lambda obj, cycle=cycle: obj, 1, False, lambda cycle=cycle: cycle)
+                cursor.bind(lambda obj, cycle=cycle: obj, 1, False, lambda cycle=cycle: cycle)
                 forgotten.append(weakref.ref(cursor))
             del memory, view, cursor, cycle
             gc.collect()

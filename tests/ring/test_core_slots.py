@@ -99,8 +99,8 @@ class TestClosing:
         pair = new_pair()
         memory = bytearray(pair.ring.layout.total_bytes)
         view = memoryview(memory)
-        writer = pair.cores.writer(pair.ring.layout, view, pair.slots)
-        reader = pair.cores.reader(pair.ring.layout, view, pair.slots, 0)
+        writer = pair.cores.writer(pair.ring.layout, view)
+        reader = pair.cores.reader(pair.ring.layout, view, 0)
         with pytest.raises(BufferError):
             memory.append(0)
         writer.close()

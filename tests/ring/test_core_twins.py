@@ -23,4 +23,4 @@ def test_any_calls_on_any_garbage(data: bytes) -> None:
 def test_core_that_answers_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference.ReaderBase, "skip", lambda self: None)
     with pytest.raises(AssertionError, match="step 1"):
-        slots(b"\x00" + b"\x00\x03\x05hello" + b"\x02\x00\x02")
+        slots(b"\x00" + b"\x00\x03\x05hello" + b"\x02\x00\x01")

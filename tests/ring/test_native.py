@@ -21,9 +21,9 @@ import aioshm, sys
 from aioshm.ring import ShmRingBuffer, cores
 ring = ShmRingBuffer(1, 100, 2)
 writer, reader = ring.writer(), ring.reader(0)
-writer.core.bind(bytes, 1, True, None)
-reader.core.bind(bytes, 1, True, None)
-assert writer.core.put(b"message") and reader.core.take() == b"message"
+writer.bind(bytes, 1, True, None)
+reader.bind(bytes, 1, True, None)
+assert writer.put(b"message") and reader.take() == b"message"
 cores.memory_fence()
 writer.close(), reader.close(), ring.close()
 print(aioshm.native_core, cores.WriterBase.__module__, cores.memory_fence.__module__)

@@ -187,7 +187,7 @@ import sys
 from aioshm.ring import ShmRingBuffer
 ring = ShmRingBuffer(1, 64, 2, sys.argv[1], slots=int(sys.argv[2]))
 reader = ring.reader(0)
-assert reader.peek() is not None
+assert reader.ready()
 reader.release()
 reader.close()
 ring.close()

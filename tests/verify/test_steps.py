@@ -22,15 +22,15 @@ def test_no_function_has_changed_without_its_model_being_looked_at() -> None:
 def test_a_change_of_either_language_is_noticed(tmp_path, monkeypatch) -> None:
     ring = tmp_path / "aioshm" / "ring"
     (ring / "core").mkdir(parents=True)
-    for name in ("core/send.c", "cursors.py"):
+    for name in ("core/send.c", "ends.py"):
         (ring / name).write_text((steps.ROOT / "aioshm" / "ring" / name).read_text())
-    places = ["ring/core/send.c::readers_parked", "ring/cursors.py::RingWriter.want"]
+    places = ["ring/core/send.c::readers_parked", "ring/ends.py::WriterControl.want"]
     before = [steps.digest(place) for place in places]
     monkeypatch.setattr(steps, "ROOT", tmp_path)
     assert [steps.digest(place) for place in places] == before
     for name, fence in (
         ("core/send.c", "    full_fence();\n"),
-        ("cursors.py", "        memory_fence()  # before the parked flag"),
+        ("ends.py", "        memory_fence()  # before the parked flag"),
     ):
         text = (ring / name).read_text()
         assert fence in text

@@ -18,7 +18,7 @@
  *     ring_reader     -                                   queue/local/readers.py LocalReaders.wake_readers; lifeline/sockets.py Doorbell
  *     park            -                                   wait/poller.py Poller._sleep, ThreadPoller._sleep
  *     release         finish, writer_parked               ReaderBase.release, take_many, ReaderControl.give_back
- *     can_go_on       -                                   ring/cursors.py RingReader.writer_can_go_on, RingWriter.want;
+ *     can_go_on       -                                   ring/ends.py ReaderControl.writer_can_go_on, WriterControl.want;
  *                                                         queue/local/attachment.py WriterWaker.wake
  *     woken by end    -                                   lifeline/listener.py, dialer.py (end of file), LocalReaders.gone
  *

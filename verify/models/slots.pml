@@ -7,15 +7,15 @@
  *     is_free           is_free                          ring/reference.py WriterBase._is_free, finished
  *     CLAIM             claim, reclaim                   WriterBase._claim; ring/record.py Chunks.reclaim
  *     FILL, PUBLISH     put_bytes, publish               WriterBase._fill, _publish; Chunks.take
- *     EVICT             -                                ring/cores.py WriterControl.evict; queue/local/readers.py
+ *     EVICT             -                                ring/ends.py WriterControl.evict; queue/local/readers.py
  *                                                        LocalReaders.evict, drop
  *     ADMIT             -                                WriterControl.admit, _oldest_of, _has, _keep_again;
  *                                                        Chunks.keep_again; LocalReaders.admit, registry.py ReaderSlot.why_taken
- *     RESUME            -                                ring/cursors.py RingWriter.resume; LocalReaders.keep
+ *     RESUME            -                                ring/ends.py WriterControl.resume; LocalReaders.keep
  *     LOOK              is_ready                         ReaderBase.ready
  *     COPY              copy_plain                       ReaderBase._copy_plain
  *     FINISH            finish                           ReaderBase._finish
- *     KEEP, GIVE_BACK   reader_skip                      ReaderBase.skip; ring/cores.py ReaderControl.give_back
+ *     KEEP, GIVE_BACK   reader_skip                      ReaderBase.skip; ring/ends.py ReaderControl.give_back
  *
  * A batch (put_many, take_many) takes these same steps; only its fence and its look at who is parked come once, which is
  * parking.pml's. That flags are read one after the other by is_free makes no difference: readers only set them, and who

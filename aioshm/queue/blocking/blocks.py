@@ -16,7 +16,7 @@ from aioshm.errors import QueueClosed
 from aioshm.queue.blocking.end import BlockingEnd, locked, remaining_s
 from aioshm.queue.ends.blocks import ReadBlock
 from aioshm.queue.local.leases import VIEW_BYTES
-from aioshm.ring.cores import ReaderCore
+from aioshm.ring import RingReader
 from aioshm.wait.limits import deadline_after
 
 
@@ -151,7 +151,7 @@ class LeaseBlock(Block):
             return False  # the writer is gone
         core = end.state.core
         ring = end.reader.source.ring
-        if not self._decoded or type(core) is not ReaderCore or ring is None:
+        if not self._decoded or type(core) is not RingReader or ring is None:
             return False
         size = locked(lambda: ring.slots.size(ring.slots.begin(core.seq % len(ring.slots))))
         return size < VIEW_BYTES and end.take(1)

@@ -25,7 +25,8 @@ from aioshm.queue.ends.blocks import ReadBlock
 from aioshm.queue.ends.reader import Reader
 from aioshm.queue.ends.writer import Writer
 from aioshm.queue.state import EndState
-from aioshm.ring.cores import EMPTY, ReaderCore, native_core
+from aioshm.ring import RingReader
+from aioshm.ring.cores import EMPTY, native_core
 from aioshm.wait.poller import CANCEL_POLL_S
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class BlockingEnd:
             if isinstance(self.end, Writer):
                 if self.end.network is None:
                     self.send_if_room = core.send
-            elif type(core) is ReaderCore and not self.end.has_news:
+            elif type(core) is RingReader and not self.end.has_news:
                 self.receive_next = core.receive_next
 
     # Receiving
@@ -238,7 +239,7 @@ class BlockingEnd:
     def take(self, most: int) -> bool:
         """Take up to ``most`` messages in this thread; return False if the core cannot take the first."""
         core = self.state.core
-        if type(core) is not ReaderCore or not native_core:
+        if type(core) is not RingReader or not native_core:
             return False
 
         def take() -> None:

@@ -20,7 +20,8 @@ from aioshm.queue.source import Source, nothing
 from aioshm.queue.state import EndState
 from aioshm.queue.stats import QueueStats
 from aioshm.queue.tracing import TraceContext, unpack_trace
-from aioshm.ring.cores import EMPTY, SLOW_PATH, Calls, ReaderCore
+from aioshm.ring import RingReader
+from aioshm.ring.cores import EMPTY, SLOW_PATH, Calls
 from aioshm.ring.layout import TRAIL
 from aioshm.wait.limits import Stall, deadline_after, settle
 
@@ -138,9 +139,11 @@ class Reader(Closable):
         try:
             while True:
                 await self.wait_for_message(deadline, cancel, indefinite)
-                if (obj := self.source.take()) is not SLOW_PATH:
+                obj = self.source.take()
+                if obj is SLOW_PATH:
+                    await self.wait_for_body(deadline, cancel, indefinite)
+                elif obj is not EMPTY:
                     return obj
-                await self.wait_for_body(deadline, cancel, indefinite)
         finally:
             self.state.leave()
 
@@ -162,9 +165,11 @@ class Reader(Closable):
                 batch = self.source.take_many(max_items)
                 if batch:
                     return batch
-                if (obj := self.source.take()) is not SLOW_PATH:
+                obj = self.source.take()
+                if obj is SLOW_PATH:
+                    await self.wait_for_body(deadline, cancel, indefinite)
+                elif obj is not EMPTY:
                     return [obj]
-                await self.wait_for_body(deadline, cancel, indefinite)
         finally:
             self.state.leave()
 
@@ -217,7 +222,7 @@ class Reader(Closable):
             await self.wait_until_ready(deadline, cancel)
         state.check_usable()
         self.receive = self.source.receive
-        if type(state.core) is ReaderCore:
+        if type(state.core) is RingReader:
             self.calls.core = state.core
         await state.yield_turn()
         await state.enter(deadline, cancel)
@@ -267,7 +272,7 @@ class Reader(Closable):
                     return False  # the background loop leaves the writer: a signal handler may raise here
                 self.leave_writer(gone())
                 continue
-            progress = source.progress if source.ring is None else source.ring.core.seq
+            progress = source.progress if source.ring is None else source.ring.seq
             stall = None
             if not indefinite:
                 stall = self._stall_of_reading(progress)
@@ -309,9 +314,9 @@ class Reader(Closable):
     def fail(self, error: Exception) -> NoReturn:
         """Raise an error of `receive`, or a `CodecError` where the core's decoder raised it."""
         ring = self.source.ring
-        if ring is None or isinstance(error, CodecError) or not ring.core.damaged:
+        if ring is None or isinstance(error, CodecError) or not ring.damaged:
             raise error
-        ring.core.damaged = False
+        ring.damaged = False
         raise cannot_decode(error, self.codec_name) from error
 
     # Reporting

@@ -39,7 +39,7 @@ class Room:
         self._state = state
         self._ring = ring
         self._network = network
-        self._core = ring.ring.core
+        self._core = ring.ring
         self._max_message_bytes = options.max_message_bytes
         self._inline_bytes = layout.inline_bytes
         # Shorter encoded messages need one slot and no chunk.
@@ -120,7 +120,7 @@ class Room:
         finally:
             stall.pause()
             if not state.dismantled:
-                ring.want_nothing()
+                ring.spin_for()  # spins wait for the next slot again
                 core.spin_ns = poller.inline_spin_ns
 
     async def _wait_for_window(self, network: RemoteReaders, need: Need, deadline: float | None) -> None:

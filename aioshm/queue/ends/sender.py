@@ -34,7 +34,7 @@ class Sender:
         self.room: Room = Room(state, ring, network)
         # Bytes of the messages that went over the network only.
         self.network_bytes: int = 0
-        self._core = core = ring.ring.core
+        self._core = core = ring.ring
         self._code = codec.code
         self._chunk_bytes = ring.ring.layout.max_chunk_bytes
         self._current_trace: Callable[[], bytes] | None = None

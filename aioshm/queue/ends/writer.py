@@ -71,7 +71,7 @@ class Writer(Closable):
         self._refused: Callable[[], AioshmError] | None = None
         self.sender: Sender = Sender(state, ring, network, codec)
         self.send: Callable[[Any], Any] = self.sender.send
-        state.core = ring.ring.core
+        state.core = ring.ring
         # The coroutines of the async API; None with remote readers.
         self.calls: Calls | None = None
         n_remote = 0

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aioshm.errors import HandleError, PeerClosed
 from aioshm.lifeline.dialer import Lifeline, attach
@@ -18,7 +18,6 @@ from aioshm.queue.handle import Handle
 from aioshm.queue.local.overflow import OverflowReader, PassedSegments
 from aioshm.queue.state import EndState
 from aioshm.ring import RingReader, ShmRingBuffer
-from aioshm.ring.cores import CopyingCore, ReaderCore
 
 if TYPE_CHECKING:  # readers of segments need no ZeroMQ
     from aioshm.queue.local.overflow_sockets import OverflowSubscriber
@@ -65,9 +64,8 @@ class Attachment:
                 buffer.prefault(prefault_bytes, write=False)
             if welcome.rank not in handle.local_reader_ranks:
                 raise HandleError(f"the writer knows a rank {welcome.rank}, the handle does not")
-            core: Any = ReaderCore if hello.slow == "block" else CopyingCore
-            ring = buffer.reader(handle.local_reader_ranks.index(welcome.rank), core)
-            ring.core.start_at(welcome.first)
+            ring = buffer.reader(handle.local_reader_ranks.index(welcome.rank))
+            ring.start_at(welcome.first)
             undo.callback(ring.close)
             attachment = cls(lifeline, buffer, ring)
             if handle.options.overflow == "zmq":
@@ -98,7 +96,7 @@ class WriterWaker:
 
     def slot_is_free(self) -> None:
         """Wake the parked writer now or soon, after a slot was released."""
-        seq = self._ring.core.seq
+        seq = self._ring.seq
         if not self.pending:
             self.due = max(0, seq - 1 + self._ring.messages_wanted() // 2)
             if self._state.on_its_thread:

@@ -14,36 +14,48 @@ from aioshm.queue.local.overflow import OverflowReader
 from aioshm.queue.source import OpenedMessage
 from aioshm.queue.state import EndState
 from aioshm.ring import RingReader
-from aioshm.ring.cores import SLOW_PATH, CopyingCore, ReaderCore
+from aioshm.ring.cores import EMPTY, SLOW_PATH
 
 if TYPE_CHECKING:
     from aioshm.queue.local.slots import Header
 
 
 class CopyingSlots:
-    """Copies messages out of slots, which the writer may reuse at any moment; has the methods of `SlotReader`."""
+    """Copies messages out of slots, which the writer may reuse at any moment; has the methods of `SlotReader`.
 
-    def __init__(
-        self, state: EndState, ring: RingReader, core: CopyingCore, codec: Codec, overflow: OverflowReader
-    ) -> None:
+    The writer sets the reader's flag of a slot that it needs: it *passes over* the message. The ring's own calls return
+    nothing for such a message.
+    """
+
+    def __init__(self, state: EndState, ring: RingReader, codec: Codec, overflow: OverflowReader) -> None:
         self._state = state
         self._ring = ring
-        self._core = core
         self._codec = codec
         self._view = view_of(codec)
         self._overflow = overflow
         self.overflows: int = 0  # messages that did not fit a chunk
-        core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), None)
+        ring.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), None)
+
+    def ready(self) -> bool:
+        """Return whether there is a message, or one that was passed over."""
+        return self._ring.messages_written() > self._ring.seq
+
+    def receive(self) -> Any:
+        """Return the next message, `EMPTY`, or `SLOW_PATH` if it was passed over or is no plain one."""
+        obj = self._ring.receive()
+        if obj is EMPTY and self.ready():
+            return SLOW_PATH
+        return obj
 
     def take(self) -> Any:
         """Return the next message, as `Source.take`."""
         try:
-            obj = self._core.take()
+            obj = self._ring.take()
         except Exception as error:
-            if not was_damaged(self._core):
+            if not was_damaged(self._ring):
                 raise
             raise cannot_decode(error, self._codec.name) from error
-        if obj is not SLOW_PATH:
+        if obj is not SLOW_PATH and (obj is not EMPTY or not self.ready()):
             return obj
         copied = self._copy()
         if copied is None:
@@ -57,9 +69,9 @@ class CopyingSlots:
     def take_many(self, most: int) -> list[Any]:
         """Return available messages, as `Source.take_many`."""
         try:
-            return self._core.take_many(most)
+            return self._ring.take_many(most)
         except Exception as error:
-            if not was_damaged(self._core):
+            if not was_damaged(self._ring):
                 raise
             raise cannot_decode(error, self._codec.name) from error
 
@@ -69,8 +81,8 @@ class CopyingSlots:
         if copied is None:
             return None
         (kind, _, how, n_buffers, _, _, size), body = copied
-        self._core.copied += len(body)
-        self._core.note_trace()
+        self._ring.copied += len(body)
+        self._ring.note_trace()
         value: Any = body
         if not decoded:
             if not (n_buffers or how):
@@ -98,38 +110,40 @@ class CopyingSlots:
         """Continue with the next message."""
         self._overflow.finished()
         self._state.count_turn()
-        self._core.release()
+        if self._ring.intact():
+            self._ring.release()
+        else:  # the slot has another message by now
+            self._ring.start_at(self._ring.seq + 1)
 
     def _copy(self) -> tuple[Header, memoryview] | None:
         """Copy the next message, which stays the next one; None if its body has yet to arrive."""
+        ring = self._ring
         copied: tuple[Header, memoryview] | None = None
         failure: CorruptSlot | CodecError | None = None
-        if self._core.intact():
+        if ring.intact():
             try:
                 copied = self._copy_slot()
             except (CorruptSlot, CodecError) as error:  # damaged, or being overwritten
                 failure = error
-            self._core.stage()
-            if self._core.intact():
+            if ring.intact():
                 if failure is not None:
                     self._finish()
                     raise failure
                 if copied is not None:
-                    self._core.taken(self._core.published_ns)
+                    ring.taken(copied[0][5])
                 return copied
-        if self._ring.evicted():
-            refusal = functools.partial(eviction, self._state, self._ring)
+        if ring.evicted():
+            refusal = functools.partial(eviction, self._state, ring)
             self._state.refuse(refusal)
             raise refusal()
-        first, last = self._core.lose()
+        first, last = ring.lose()
         raise MessagesLost(first, last, "this reader was too slow, and the writer does not wait for it")
 
     def _copy_slot(self) -> tuple[Header, memoryview] | None:
-        slot = self._core.slot
-        seq = self._core.seq
+        seq = self._ring.seq
+        slot = self._ring.slots[seq % self._ring.layout.slots]
         header: Header = unpack_header(bytes(slot.header))
-        kind, code, how, n_buffers, _, published_ns, size = header
-        self._core.published_ns = published_ns
+        kind, code, how, n_buffers, _, _, size = header
         if kind == OVERFLOW and self._overflow.has(slot.header, seq):
             body = self._overflow.body(slot.header, seq)
             if body is None:
@@ -168,8 +182,8 @@ def eviction(state: EndState, ring: RingReader) -> ReaderEvicted:
     )
 
 
-def was_damaged(core: ReaderCore | CopyingCore) -> bool:
-    """Return, once, whether the core has finished with the message that it has just failed to decode."""
-    damaged = core.damaged
-    core.damaged = False
+def was_damaged(ring: RingReader) -> bool:
+    """Return, once, whether the ring's end has finished with the message that it has just failed to decode."""
+    damaged = ring.damaged
+    ring.damaged = False
     return damaged

@@ -289,7 +289,7 @@ class LocalReaders:
 
     def _make_room(self, slots: int, large: Sequence[int]) -> None:
         """Make room: pass over messages of lenient readers, or evict the readers."""
-        blocker = self.ring.core.blocker(slots, large)
+        blocker = self.ring.blocker(slots, large)
         for index, slot in list(self._lenient.items()):
             if not self.ring.pass_over(index, blocker):
                 continue
@@ -324,14 +324,14 @@ class LocalReaders:
         else:
             kind = OVERFLOW
             self.overflow.put(slot.header, parts, buffers, size)
-        self.ring.core.copied += size
+        self.ring.copied += size
         pack_header(slot.header, 0, kind, code, 0, len(buffers), self.ring.seq, monotonic_ns(), sum(map(len, parts)))
         self._commit()
         return True
 
     def put_raw(self, slot: Slot, nbytes: int) -> None:
         """Publish a claimed slot with ``nbytes`` of raw message."""
-        self.ring.core.claimed_bytes = nbytes
+        self.ring.claimed_bytes = nbytes
         pack_header(slot.header, 0, RAW, 0, 0, 0, self.ring.seq, monotonic_ns(), nbytes)
         self._commit()
 
@@ -349,19 +349,19 @@ class LocalReaders:
             assert isinstance(self.overflow, OverflowSegments)
             kind = OVERFLOW
             self.overflow.mark(slot.header, extent.number, placed.end)
-        ring.core.copied += placed.copied
-        ring.core.claimed_bytes = placed.end
+        ring.copied += placed.copied
+        ring.claimed_bytes = placed.end
         header = (kind, code, PLACED, placed.n_buffers, ring.seq, monotonic_ns(), placed.main_bytes)
         pack_header(ring.slots.bodies, slot.begin, *header)
         self._commit()
 
     def _commit(self) -> None:
-        core = self.ring.core
-        core.published_ns = monotonic_ns()
-        core.budget -= 1
-        if core.published_ns >= core.budget_ends_ns:
-            core.budget = 0
-        if self.ring.commit():
+        ring = self.ring
+        ring.published_ns = monotonic_ns()
+        ring.budget -= 1
+        if ring.published_ns >= ring.budget_ends_ns:
+            ring.budget = 0
+        if ring.commit():
             self.wake_readers()
 
     # Closing

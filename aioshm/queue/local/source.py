@@ -28,7 +28,6 @@ from aioshm.queue.source import Source, findings, nothing
 from aioshm.queue.state import EndState
 from aioshm.queue.stats import QueueStats
 from aioshm.ring import RingReader
-from aioshm.ring.cores import CopyingCore
 from aioshm.ring.layout import VERSION
 from aioshm.wait.limits import seconds
 
@@ -96,21 +95,23 @@ class RingSource(Source):
         lifeline = attachment.lifeline
         ring = attachment.ring
         self._rank = attachment.rank
-        state.use(ring.core)
+        state.use(ring)
         state.rates.begin(monotonic(), lifeline.welcome.first)
         self.waker = WriterWaker(state, ring, lifeline, loop)
-        if isinstance(ring.core, CopyingCore):
-            self._slots = CopyingSlots(state, ring, ring.core, self._codec, attachment.overflow)
-        else:
+        self.has_message = ring.ready
+        self.receive = ring.receive
+        if self._hello.slow == "block":
             self._slots = SlotReader(state, attachment, self._codec, self.waker)
+        else:
+            self._slots = CopyingSlots(state, ring, self._codec, attachment.overflow)
+            self.has_message = self._slots.ready
+            self.receive = self._slots.receive
+        self.poll = self.has_message
         self.settle = self._slots.settle
         self.take = self._slots.take
         self.take_many = self._slots.take_many
         self.open_block = self._slots.open_block  # type: ignore[method-assign]
-        self.has_message = ring.ready
-        self.poll = ring.ready
         self.ring = ring
-        self.receive = ring.core.receive
         lifeline.start(self)
         lifeline.prove()
         if lifeline.welcome.going:
@@ -204,7 +205,7 @@ class RingSource(Source):
     def traces(self, most: int, /) -> list[bytes]:
         if self.attachment is None:
             return []
-        return self._ring.core.traces(most)
+        return self._ring.traces(most)
 
     def wake_writer(self) -> None:
         if self.waker is not None:
@@ -222,7 +223,7 @@ class RingSource(Source):
     def progress(self) -> int:
         if self.ring is None:
             return 0
-        return self.ring.core.seq
+        return self.ring.seq
 
     def ask_writer(self) -> bool:
         if self.attachment is None or process_state(self._lifeline.writer_pid) in HUNG_STATES:
@@ -283,6 +284,7 @@ class RingSource(Source):
         ring = self.ring
         if ring is None or self._closed:
             return self._state.new_stats("reader", self._rank, messages=self.progress)
+        row = ring.reader_row(ring.reader)
         return self._state.new_stats(
             "reader",
             self._rank,
@@ -291,8 +293,8 @@ class RingSource(Source):
             slots=ring.layout.slots,
             overflows=self._slots.overflows,
             backlog=ring.messages_written() - self.progress,
-            bytes=ring.bytes_read(ring.reader),
-            latency=ring.reader_row(ring.reader).latency,
+            bytes=row.bytes,
+            latency=row.latency,
         )
 
     # Closing

@@ -170,12 +170,13 @@ static bool is_damaged(ReaderEnd *self)
     return self->damaged;
 }
 
-/* Whether the writer goes on without this reader: then it may have filled the slot again while that was read. */
+/* Whether the writer did not wait for this reader: it set the reader's flag, and may have filled the slot again since. */
 static inline bool was_evicted(const ReaderEnd *self)
 {
     const End *end = &self->end;
     atomic_thread_fence(memory_order_acquire);  /* after what was read */
-    return atomic_load_explicit((_Atomic uint8_t *)(flags_of(end, end->index) + end->flag), memory_order_relaxed);
+    return atomic_load_explicit((_Atomic uint8_t *)(flags_of(end, end->index) + end->flag), memory_order_relaxed)
+        || load_word(slot_of(end, end->index) + 8) != end->seq;
 }
 
 /* Return what stands for no message instead of one, or of the error, that an evicted reader has made of a slot. */

@@ -51,7 +51,7 @@ static uint8_t *claim(WriterEnd *self, size_t nbytes)
         pool = pool_for(end, nbytes);
         reclaim(self, pool);
         if (n_usable(pool) == 0)
-            return NULL;  /* WriterCore.blocker allocates memory for a chunk that has none */
+            return NULL;  /* WriterControl.blocker allocates memory for a chunk that has none */
         words[1] = 1 + pool->chunks->lists[n_free(pool) - 1];
     }
     store_release(flags_of(end, end->index), 0);

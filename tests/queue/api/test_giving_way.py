@@ -12,7 +12,7 @@ from pairs import attached
 
 from aioshm import MessageQueue, merge
 from aioshm.queue.state import YIELD_AFTER_MESSAGES
-from aioshm.ring.cursors import GIVE_WAY_NS
+from aioshm.ring.ends import GIVE_WAY_NS
 
 ONE_MORE_PLACE: dict[str, Any] = {
     "max_readers": 2,
@@ -49,7 +49,7 @@ async def pass_turn(writer: MessageQueue, *readers: MessageQueue) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Set what time it is for who gives way, in nanoseconds from now."""
     now = time.monotonic_ns()
-    monkeypatch.setattr("aioshm.ring.cursors.monotonic_ns", lambda: now + passed[0])
+    monkeypatch.setattr("aioshm.ring.ends.monotonic_ns", lambda: now + passed[0])
     passed: list[int] = [0]
     return lambda ns: passed.__setitem__(0, ns)
 

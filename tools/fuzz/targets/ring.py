@@ -16,8 +16,8 @@ from aioshm.codec.msgpack import MsgpackCodec
 from aioshm.errors import AioshmError, CodecError
 from aioshm.ring import Layout, reference
 from aioshm.ring import layout as at
-from aioshm.ring.cores import ReaderControl, WriterControl
-from aioshm.ring.slot import Slot, Slots
+from aioshm.ring.ends import ReaderControl, WriterControl
+from aioshm.ring.slot import Slot
 from tools.fuzz.target import Pieces, Target, attempt
 
 native: ModuleType | None
@@ -47,10 +47,10 @@ class _Side:
         self.memory = bytearray(layout.total_bytes)
         self._wake_ups = 0
         view = memoryview(self.memory)
-        self.slots = Slots(layout, view)
-        self.writer: Any = type("Writer", (WriterControl, module.WriterBase), {})(layout, view, self.slots)
+        self.writer: Any = type("Writer", (WriterControl, module.WriterBase), {})(layout, view)
+        self.slots = self.writer.slots
         reader: Any = type("Reader", (ReaderControl, module.ReaderBase), {})
-        self.readers: list[Any] = [reader(layout, view, self.slots, n) for n in range(layout.n_reader)]
+        self.readers: list[Any] = [reader(layout, view, n) for n in range(layout.n_reader)]
         for core in (self.writer, *self.readers):
             core.bind(bytes, _PLAIN, False, self._note_wake_up)
             core.belong(None)
@@ -100,7 +100,7 @@ class _Side:
 
 
 _WRITES = ("claim", "commit", "put", "send", "put_many", "evict", "admit", "free", "blocker", "spin_for", "spin")
-_READS = ("peek", "release", "skip", "take", "receive", "take_many", "start_at", "give_back", "ready", "traces", "spin")
+_READS = ("release", "skip", "take", "receive", "take_many", "start_at", "give_back", "ready", "traces", "spin")
 
 
 def slots(data: bytes) -> None:
