@@ -273,8 +273,8 @@ class WriterControl(_RingEnd, _WriterBase):
         """Release a copying reader's messages up to ``blocker``; return whether it loses one that it had not read."""
         seq = self.seq
         read = self.messages_read(reader)
-        begin = max(self._passed.get(reader, 0), read, seq - self.layout.slots)
-        end = min(seq, blocker + 1)
+        begin = max(self._passed.get(reader, 0), seq - self.layout.slots)
+        end = min(seq, max(read, blocker + 1))  # messages that the reader has skipped, too
         for message in range(begin, end):
             self._flags_of(message)[1 + reader] = 1
         self._passed[reader] = max(begin, end)
