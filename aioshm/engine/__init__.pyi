@@ -40,11 +40,11 @@ from aioshm.engine.startup.supervisor import EngineSupervisor as EngineSuperviso
 from aioshm.engine.usage import report_usage_stats as report_usage_stats
 from aioshm.engine.workers.group import WorkerGroup as WorkerGroup
 from aioshm.process.manager import ProcessManager as ProcessManager
-from aioshm.process.orphans import adopt_orphans as adopt_orphans
 from aioshm.process.parent import die_with_parent as die_with_parent
 from aioshm.process.placement import Placement as Placement
 from aioshm.process.restart import RankInfo as RankInfo
 from aioshm.process.restart import Restart as Restart
+from aioshm.process.stopping import adopt_orphans as adopt_orphans
 from aioshm.process.stopping import ashutdown as ashutdown
 from aioshm.process.stopping import shutdown as shutdown
 from aioshm.process.watch import WatchedManager as WatchedManager

@@ -1,1 +1,1 @@
-from aioshm.process.orphans import adopt_orphans as adopt_orphans
+from aioshm.process.stopping import adopt_orphans as adopt_orphans

@@ -21,8 +21,8 @@ from multiprocessing.context import SpawnProcess, set_spawning_popen
 from typing import IO, Any
 
 from aioshm.process import parent, progress
-from aioshm.process.orphans import leads_sessions, reap_left_by
 from aioshm.process.placement import Place
+from aioshm.process.stopping import leads_sessions, reap_left_by
 
 STATUS_UNKNOWN = 255
 """The exit code of a process whose code another part of the program has taken; the same as asyncio's."""
@@ -135,7 +135,7 @@ class _Popen(popen_spawn_posix.Popen):
             place = process_obj._place
             command = _command(process_obj.name, place=place, tracker_fd=tracker, pipe_handle=orders)
             lead = {"start_new_session": True} if leads_sessions() else {"process_group": 0}
-            with _sigint_blocked("-c" in command):  # the new process inherits the mask, until `boot`
+            with _sigint_blocked():  # the new process inherits the mask, until `boot`
                 self._process = subprocess.Popen(
                     command,
                     pass_fds=self._passed,
@@ -146,9 +146,6 @@ class _Popen(popen_spawn_posix.Popen):
                 )
                 undo.callback(self._kill)
             self.pid = self._process.pid
-            if place.cpus and "-c" not in command:  # a frozen program, without `boot`
-                with suppress(ProcessLookupError):
-                    os.sched_setaffinity(self.pid, place.cpus)
             theirs.close()
             self.sentinel = self._exact_sentinel(ours, ended_in)
             # This does not block: an empty pipe takes PIPE_BUF bytes (pipe(7)), and the message has fewer.
@@ -239,10 +236,9 @@ class _Popen(popen_spawn_posix.Popen):
 
 
 @contextmanager
-def _sigint_blocked(wanted: bool) -> Iterator[None]:
-    """Block SIGINT in this thread, if wanted, until the end of the block."""
-    blocked = {signal.SIGINT} if wanted else set()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+def _sigint_blocked() -> Iterator[None]:
+    """Block SIGINT in this thread until the end of the block."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:

@@ -1,21 +1,29 @@
-"""Stops processes and their descendants, within one deadline for all; and SIGTERM inside a process that is stopped."""
+"""Stops processes and their descendants, within one deadline for all; and SIGTERM inside a process that is stopped.
+
+Orphans that this process adopts, as process 1 of a container or as a subreaper (prctl(2)), are reaped.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import errno
 import logging
 import math
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Collection, Generator, Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aioshm.process.background import give_back
-from aioshm.process.orphans import reap
+from aioshm.process.limits import start_thread
 
 if TYPE_CHECKING:  # the import takes 12 ms
     import psutil
@@ -28,6 +36,11 @@ TERMINATED = 128 + signal.SIGTERM
 """The code of the SystemExit that SIGTERM raises, as shells name the signal."""
 
 _RECHECK_S = 0.005
+_ORPHANS_RECHECK_S = 1.0
+"""How often to look for exited orphans."""
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_subreaper = 0
+"""The process that has called `adopt_orphans`: a forked child has not."""
 
 _log = logging.getLogger("aioshm.engine")
 
@@ -121,7 +134,9 @@ class _Stopping:
         for proc in self._running():  # parents first, so that they start no more processes
             proc.kill()
         for process in self._descendants:
-            _kill(process)
+            with suppress(ProcessLookupError, PermissionError):
+                if process.is_running():  # the same process, and no later one with its pid
+                    os.kill(process.pid, signal.SIGKILL)
 
     def _descendants_run(self) -> bool:
         self._descendants = {process for process in self._descendants if _exists(process)}
@@ -160,15 +175,6 @@ def _descendants(pids: Collection[int]) -> set[psutil.Process]:
         except (psutil.Error, OSError):
             continue
     return found
-
-
-def _kill(process: psutil.Process) -> None:
-    from psutil import Error
-
-    try:
-        process.kill()
-    except Error:
-        pass
 
 
 def _exists(process: psutil.Process) -> bool:
@@ -239,3 +245,101 @@ class Termination:
             self.came = True
             assert self._task is not None
             self._task.cancel("SIGTERM")
+
+
+# Orphans
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of orphans among its descendants (PR_SET_CHILD_SUBREAPER), and reap them.
+
+    Call this before engines or workers are started. The orphans of dead ones then come to this process, and none of
+    them stays a zombie, except daemons: orphans that have begun a session of their own (setsid(2)). Process 1 of a
+    container adopts orphans without this call. Children of other parts of the program, such as ``subprocess``, are
+    left alone. Lasts until this process ends; forked children do not inherit it.
+
+    Raises:
+        OSError: The system has no subreapers (macOS).
+    """
+    global _subreaper
+    if sys.platform != "linux":
+        raise OSError(errno.ENOTSUP, f"{sys.platform} has no subreapers: process 1 adopts and reaps all orphans")
+    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(errno.EINVAL, "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    _subreaper = os.getpid()
+
+
+def adopts_orphans() -> bool:
+    """Return whether orphans among the descendants of this process come to this process."""
+    return sys.platform == "linux" and os.getpid() in (1, _subreaper)
+
+
+def leads_sessions() -> bool:
+    """Return whether children have to lead sessions, by which their orphans are found, instead of process groups.
+
+    Not in a child of ``multiprocessing``: if that dies, its children have to be in its session.
+    """
+    return multiprocessing.parent_process() is None and adopts_orphans()
+
+
+def reap_left_by(leader: int) -> None:
+    """Reap what a dead child leaves behind, if this process adopts it: the members of its session and process group.
+
+    Takes place in a thread, which ends with the last of them.
+    """
+    if adopts_orphans():
+        try:
+            start_thread(_reap_all, leader, name="aioshm-reaps-orphans", what="reaping orphans")
+        except RuntimeError:  # `OutOfThreads`, or Python is ending
+            with suppress(OSError):
+                _reap_exited(leader)
+
+
+def reap(pid: int) -> bool:
+    """Reap a child of this process if it has exited; return whether it runs. Other processes are left alone."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == 0
+    except ChildProcessError:  # another process's child; or another part of the program reaps all children
+        return False
+
+
+def handles_child_exits(pid: int) -> bool | None:
+    """Return whether a process handles, blocks or ignores SIGCHLD, as those that reap orphans do; None: not visible."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk:", "SigIgn:", "SigCgt:"))]
+    return any(mask >> (signal.SIGCHLD - 1) & 1 for mask in masks)
+
+
+def zombies_of(parent: int) -> list[int]:
+    """Return the zombies among the children of a process."""
+    import psutil
+
+    return [
+        process.pid
+        for process in psutil.process_iter(["ppid", "status"])
+        if process.info == {"ppid": parent, "status": psutil.STATUS_ZOMBIE}
+    ]
+
+
+def _reap_all(leader: int) -> None:
+    while True:
+        with suppress(ImportError, OSError):  # no descriptor is left, perhaps to import psutil
+            if not _reap_exited(leader):
+                return
+        time.sleep(_ORPHANS_RECHECK_S)
+
+
+def _reap_exited(leader: int) -> bool:
+    """Reap orphans that have exited; return whether others run."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    if leader in pids:  # the number is used again, so the session and the group had no member left
+        return False
+    runs = False
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            if leader in (os.getpgid(pid), os.getsid(pid)) and reap(pid):
+                runs = True
+    return runs

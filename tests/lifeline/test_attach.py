@@ -18,7 +18,7 @@ from support import until
 
 from aioshm.errors import HandleError, PeerClosed, PeerDied
 from aioshm.lifeline.dialer import attach, dial
-from aioshm.lifeline.protocol import MAX_GREETING_BYTES, Refusal, Welcome, pack
+from aioshm.lifeline.protocol import MAX_GREETING_BYTES, Welcome, pack
 
 WELCOME = Welcome(pid=1, secret=b"", segment=True, bells=True)
 
@@ -109,10 +109,6 @@ class TestStrangeWriters:
         with pytest.raises(PeerDied, match=f"the writer .pid {os.getpid()}. died: while this reader was attaching"):
             await self.ask(address, lambda sock: sock.sendall(said))
         assert open_fds() == before
-
-    async def test_that_refuse(self, address: str) -> None:
-        with pytest.raises(HandleError, match=r"^the writer refused this reader: no reason$"):
-            await self.ask(address, lambda sock: sock.sendall(pack(Refusal("no reason"))))
 
     @pytest.mark.parametrize("amount", [0, 1, 2, 4, 6])
     async def test_that_send_too_few_descriptors_or_too_many(self, address: str, amount: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import select
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +16,10 @@ from doors import TOKEN, Door, Reader, hello, knock, listen_for_ever, opened, re
 from loops import open_fds, turns
 from support import until
 
-from aioshm.errors import HandleError, NoPlaceVacant, PeerClosed, SharedMemoryError
-from aioshm.lifeline import sockets
+from aioshm.errors import HandleError, PeerClosed, SharedMemoryError
 from aioshm.lifeline.dialer import attach, dial
 from aioshm.lifeline.listener import LifelineListener
-from aioshm.lifeline.protocol import BYE, GO, PROVEN, Hello, Welcome, pack
+from aioshm.lifeline.protocol import BYE, GO, PROVEN, Welcome, pack
 
 spawn = get_context("spawn")
 
@@ -112,25 +110,6 @@ class TestLeaving:
                 sock.send(BYE)
             sock.close()
             await until(lambda: door.log == [("attached", 0), ("left" if said_goodbye else "died", 0)], "its end")
-
-    async def test_a_reader_whose_end_is_seen_before_the_refusal_of_its_successor(
-        self, address: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Its process was being ended when it was looked at, and has ended when it was asked for that."""
-        async with opened(address) as door:
-            first = await Reader.admitted(address)
-            admit = door.admit
-
-            def admit_one(greeting: Hello) -> tuple[Welcome, list[int]]:
-                if len(door.log) == 1:
-                    first.lifeline.close()
-                    raise NoPlaceVacant("no place is vacant")
-                return admit(greeting)
-
-            monkeypatch.setattr(door, "admit", admit_one)
-            second = await Reader.admitted(address)
-            assert door.log == [("attached", 0), ("left", 0), ("attached", 0)]
-            second.lifeline.close()
 
     async def test_a_newcomer_that_is_closed_by_what_its_predecessor_s_end_brings_about(
         self, address: str, monkeypatch: pytest.MonkeyPatch
@@ -255,15 +234,3 @@ def nobody_listens(address: str) -> bool:
     if sock is not None:
         sock.close()
     return False
-
-
-@pytest.mark.parametrize("event", ["POLLRDHUP", "POLLHUP"])
-def test_an_end_behind_unread_bytes_is_seen_on_linux_and_on_macos(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "_CLOSED", getattr(select, event))
-    ours, theirs = socket.socketpair()
-    with ours:
-        theirs.send(b"unread")
-        assert not sockets.has_hung_up(ours)
-        theirs.close()
-        assert sockets.has_hung_up(ours)
-        assert ours.recv(10) == b"unread"

@@ -6,10 +6,8 @@ import errno
 import gc
 import os
 import resource
-import select
 import socket
 import stat
-import struct
 import subprocess
 import sys
 import time
@@ -24,7 +22,6 @@ from aioshm.lifeline.sockets import (
     Doorbell,
     QuietSocket,
     new_address,
-    peer_credentials,
     remove,
     sockaddr,
 )
@@ -202,18 +199,6 @@ class TestLeftovers:
         assert os.listdir(base) == []
 
 
-class TestCredentials:
-    @pytest.mark.parametrize("uid", [0, 1000, 2**31 - 1, 2**31, 2**32 - 2])
-    def test_of_any_user(self, uid: int) -> None:
-        """A uid has 32 bits and no sign (credentials(7))."""
-
-        class Kernel:
-            def getsockopt(self, *_: object) -> bytes:
-                return struct.pack("=iII", 42, uid, 7)
-
-        assert peer_credentials(Kernel()) == (42, uid)  # type: ignore[arg-type]
-
-
 def test_socket_without_a_free_descriptor_raises_only_the_error_of_its_constructor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -230,30 +215,6 @@ def test_socket_without_a_free_descriptor_raises_only_the_error_of_its_construct
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not unraisable
-
-
-def test_socket_that_is_dropped_open_closes_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
-    sock = QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM)
-    fd = sock.fileno()
-    del sock
-    gc.collect()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-    assert not recwarn.list
-
-
-def readable(doorbell: Doorbell) -> bool:
-    return bool(select.select([doorbell.fd], [], [], 0)[0])
-
-
-@needs_eventfd
-def test_full_doorbell_does_not_block() -> None:
-    doorbell = Doorbell.create()
-    os.eventfd_write(doorbell.fd, 2**64 - 2)  # the most it holds (eventfd(2))
-    doorbell.ring()
-    doorbell.drain()
-    assert not readable(doorbell)
-    doorbell.close()
 
 
 @needs_eventfd

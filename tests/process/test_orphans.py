@@ -13,7 +13,7 @@ from pathlib import Path
 import orphanage
 import pytest
 
-from aioshm.process import adopt_orphans, orphans
+from aioshm.process import adopt_orphans, stopping
 
 pytestmark = [
     pytest.mark.one_loop,
@@ -44,70 +44,25 @@ def test_no_zombie_is_left_and_no_exit_code_is_stolen(tmp_path: Path, way: str, 
     assert json.loads(result.stdout) == {"done": True, "zombies": {}, "own": [orphanage.OWN_CODE]}
 
 
-NEITHER = """
-import os, subprocess, sys
-from aioshm.process import adopt_orphans, orphans
-from aioshm.process.child import Child
-
-def leave():
-    orphan = subprocess.Popen(["true"])
-    os.waitid(os.P_PID, orphan.pid, os.WEXITED | os.WNOWAIT)
-    os._exit(0)  # else Python reaps the orphan here
-
-def refuse(*_, **__):
-    raise RuntimeError("can't create new thread at interpreter shutdown")
-
-if __name__ == "__main__":
-    adopt_orphans()
-    orphans.start_thread = refuse
-    sys.modules["psutil"] = None
-    child = Child(leave, "child")
-    child.start()
-    child.join()
-    del sys.modules["psutil"]
-    print(child.exitcode, orphans.zombies_of(os.getpid()))
-"""
-
-
-def test_exited_orphans_are_reaped_where_no_thread_can_be_started_and_psutil_cannot_be_loaded(tmp_path: Path) -> None:
-    program = tmp_path / "neither.py"
-    program.write_text(NEITHER)
-    result = subprocess.run([sys.executable, program], capture_output=True, text=True)
-    assert (result.stdout, result.stderr) == ("0 []\n", "")
-
-
-def test_orphans_are_reaped_once_there_are_descriptors_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reap_exited(leader: int) -> bool:
-        if failures:
-            raise failures.pop()
-        return False
-
-    failures = [ImportError("psutil: too many open files"), OSError(errno.EMFILE, "too many open files")]
-    monkeypatch.setattr(orphans, "_reap_exited", reap_exited)
-    monkeypatch.setattr(orphans, "_RECHECK_S", 0.0)
-    orphans._reap_all(1)  # in a thread of its own in `reap_left_by`, which nobody else awaits
-    assert not failures
-
-
 def test_systems_without_subreapers_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(OSError, match="darwin has no subreapers") as caught:
         adopt_orphans()
     assert caught.value.errno == errno.ENOTSUP
-    assert not orphans.adopts_orphans()
+    assert not stopping.adopts_orphans()
 
 
 def test_process_that_handles_child_exits_is_known() -> None:
-    assert orphans.handles_child_exits(os.getpid()) is False
+    assert stopping.handles_child_exits(os.getpid()) is False
     before = signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
-        assert orphans.handles_child_exits(os.getpid()) is True
+        assert stopping.handles_child_exits(os.getpid()) is True
     finally:
         signal.signal(signal.SIGCHLD, before)
-    assert orphans.handles_child_exits(1 << 22) is None
+    assert stopping.handles_child_exits(1 << 22) is None
 
 
 def test_zombies_of_a_process_are_listed() -> None:
     with subprocess.Popen(["true"]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert orphans.zombies_of(os.getpid()) == [child.pid]
+        assert stopping.zombies_of(os.getpid()) == [child.pid]

@@ -60,25 +60,6 @@ def test_process_has_its_environment_and_cpus_before_it_imports_the_target(
 
 
 @on_linux
-def test_frozen_program_gets_its_cpus_from_the_parent(
-    tmp_path: Path, last_cpu: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "frozen"
-    program.write_text("#!/bin/sh\nexec sleep 100\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
-    child = Child(placed.tell_place, "frozen", ("",), place=Placement(cpus=[last_cpu]).of(0))
-    child.start()
-    try:
-        assert os.sched_getaffinity(child.pid or 0) == {last_cpu}
-    finally:
-        child.kill()
-        child.join()
-        child.release()
-
-
-@on_linux
 @has_nodes
 def test_process_prefers_the_memory_of_its_numa_node(tmp_path: Path) -> None:
     node = min(placement.numa_nodes())
@@ -87,11 +68,6 @@ def test_process_prefers_the_memory_of_its_numa_node(tmp_path: Path) -> None:
     if ctypes.CDLL(None).syscall(parent._SET_MEMPOLICY.get(os.uname().machine, -1), 0, None, 0) != 0:
         pytest.skip("the system lets nobody set a memory policy")
     assert f"prefer:{node}" in policies
-
-
-def test_no_memory_policy_is_set_on_an_unknown_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parent, "_SET_MEMPOLICY", {})
-    parent.prefer_memory_of(0)
 
 
 @on_linux

@@ -26,6 +26,8 @@ from aioshm.process.restart import Restart
 from aioshm.process.stacks import NOT_INSTALLED, ProcessReport, parse_faulthandler, users_line
 from aioshm.process.stalls import Judge, ProgressWatch, Watched
 
+pytestmark = pytest.mark.one_loop
+
 WARNING_S = 0.6
 
 
@@ -301,42 +303,6 @@ async def test_a_process_that_is_stopped_while_its_line_is_found_is_not_killed(m
         await until(lambda: not found.ending)
         assert found.process.exitcode is None
         await until(lambda: found.health == "stopped")
-
-
-async def test_a_process_that_exits_while_its_line_is_found_is_not_reported(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def exit_first(process: Child) -> ProcessReport:
-        os.kill(process.pid or 0, signal.SIGKILL)
-        os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOWAIT)
-        return culprit(process)
-
-    culprit = stalls.culprit
-    monkeypatch.setattr(stalls, "culprit", exit_first)
-    monkeypatch.setattr(stalls, "LOOK_S", 0.1)
-    async with watched(long_step, 60.0) as (found, changes):
-        await until(lambda: found.process.exitcode is not None and found.naming is None)
-    assert [where for _, where in changes] == [""]
-    assert "stalled" not in caplog.text
-
-
-async def test_a_process_that_is_continued_while_its_line_is_found_has_time_again(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def go_on(process: Child) -> ProcessReport:
-        if found.health == "stopped":
-            os.kill(process.pid or 0, signal.SIGCONT)
-        return culprit(process)
-
-    culprit = stalls.culprit
-    monkeypatch.setattr(stalls, "culprit", go_on)
-    async with watched(long_step, 60.0, restart=Restart(hang_s=WARNING_S, kill_stopped=True)) as (found, changes):
-        await until(lambda: found.process.progress.read().phase == BUSY)
-        os.kill(found.process.pid, signal.SIGSTOP)
-        await until(lambda: found.process.exitcode is not None)
-    seen = [health for health, _ in changes]
-    assert seen[: seen.index("stalled") + 1].count("running") == 1
-    assert seen[0] == "stopped"
 
 
 def long_step(seconds: float) -> None:

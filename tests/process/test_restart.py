@@ -32,14 +32,6 @@ def test_deaths_of_long_ago_do_not_count() -> None:
     assert RestartHistory(Restart(max_restarts=0)).died(5.0, "the only death") is None
 
 
-def test_many_deaths_are_cut_in_the_story_and_overflow_no_delay() -> None:
-    history = RestartHistory(Restart(max_restarts=10**9, backoff_s=0.1, backoff_max_s=3.0))
-    delays = [history.died(0.0, f"cause {number};") for number in range(2000)]
-    assert delays[-1] == 3.0
-    assert "1992 earlier deaths; cause 1992;" in history.story
-    assert "cause 1991;" not in history.story
-
-
 @given(
     st.lists(st.floats(0, 50), max_size=200),
     st.integers(0, 10),

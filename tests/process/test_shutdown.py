@@ -7,12 +7,10 @@ import logging
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
-from unittest.mock import Mock
 
 import engine_targets as targets
 import psutil
@@ -21,10 +19,9 @@ from managed import gone
 from support import eventually
 
 from aioshm.engine import ashutdown, shutdown
-from aioshm.errors import OutOfThreads
-from aioshm.process import background, stopping
+from aioshm.process import stopping
 from aioshm.process.child import Child
-from aioshm.process.stderr import StderrRelay
+from aioshm.process.manager import StderrRelay
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -202,46 +199,3 @@ async def test_cancelled_shutdown_kills_immediately(start: Started) -> None:
     assert time.monotonic() - began < 5  # instead of 60
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
     assert gone(other)
-
-
-async def test_shutdown_without_another_thread_does_not_block_the_loop(
-    start: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process = start(targets.refuse_to_end)
-    monkeypatch.setattr(background, "start_thread", Mock(side_effect=OutOfThreads("no thread")))
-    task = asyncio.create_task(ashutdown([process], 60))
-    await asyncio.sleep(0.05)
-    assert not task.done()
-    task.cancel()
-    await asyncio.wait([task])
-    assert process.exitcode == -signal.SIGKILL
-
-
-def test_lines_that_are_asked_for_just_before_the_relay_waits_are_forwarded(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    class Asked(StderrRelay):
-        def _forward(self) -> None:  # private: the instant between this and the wait cannot be met otherwise
-            super()._forward()
-            if last.is_set():
-                last.clear()
-                os.write(writer, b"the last line\n")
-                assert self.last_lines("a process", 1) == ["the last line"]
-
-    shown: list[str] = []
-
-    def are_shown(*lines: str) -> bool:
-        shown.extend(capfd.readouterr().err.splitlines())
-        return shown == [*lines]
-
-    last = threading.Event()
-    relay = Asked()
-    with relay.pipe("a process") as stderr:
-        writer = os.dup(stderr)
-    os.write(writer, b"a line\n")
-    eventually(lambda: are_shown("a line"))
-    last.set()
-    os.write(writer, b"another\n")
-    eventually(lambda: are_shown("a line", "another", "the last line"))
-    os.close(writer)
-    relay.close()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import multiprocessing
 import os
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,42 +125,6 @@ async def test_exit_is_noticed_without_a_descriptor(monkeypatch: pytest.MonkeyPa
         process.kill()
         assert [each.exitcode for each in await watch.next()] == [-9]
     os.close(process.sentinel)
-
-
-class Exited:
-    """A process that exits when it is told to."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.pid, self.exitcode = name, None, None
-        self.sentinel, self._ended = os.pipe()
-
-    def exit(self) -> None:
-        self.exitcode = 0  # type: ignore[assignment]
-        os.close(self._ended)
-        os.close(self.sentinel)
-
-
-async def test_exited_processes_are_forgotten() -> None:
-    with ProcessWatch() as watch:
-        references = []
-        for number in range(20):
-            process: Any = Exited("Worker_0")
-            references.append(weakref.ref(process))
-            watch.add([process])
-            watch.add([process])
-            assert watch.take() == []
-            process.exit()
-            while not (taken := watch.take()):
-                await asyncio.sleep(0)
-            assert [(each.name, each.exitcode) for each in taken] == [("Worker_0", 0)]
-            watch.add([process])
-            assert watch.take() == [], f"exit {number} was told before"
-        assert watch.exited() == []
-        del process
-        async with asyncio.timeout(20):
-            while any(each() is not None for each in references):  # the loop has still to let go of their descriptors
-                await asyncio.sleep(0.001)
-                gc.collect()
 
 
 class Written:

@@ -48,26 +48,6 @@ def test_file_without_a_quota_limits_nothing(tmp_path: Path, text: str) -> None:
     assert usable_cpus(v2(tmp_path, text)) == 8
 
 
-@pytest.mark.parametrize(("count", "expected"), [(6, 6), (None, 1)])
-def test_where_there_is_no_affinity(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int | None, expected: int
-) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: count)
-    assert usable_cpus(tmp_path) == expected
-
-
-def test_quotas_are_read_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(cpus, "monotonic", lambda: now)
-    assert usable_cpus(v2(tmp_path, "200000 100000")) == 2
-    (tmp_path / "cpu.max").write_text("400000 100000")
-    assert usable_cpus(tmp_path) == 2
-    now += 1
-    assert usable_cpus(tmp_path) == 4
-
-
 def test_the_cpus_of_other_ends_count_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = {0: {1}, 11: {1}, 12: {2}, 13: {2, 3}}
 

@@ -85,15 +85,6 @@ class TestSettle:
         with pytest.raises(StopIteration):
             settle(done, deadline=0.0).send(None)
 
-    async def test_a_failure_is_done_too_and_is_the_callers(self) -> None:
-        failed = new_future()
-        task = asyncio.ensure_future(settle(failed))
-        await turns(2)
-        failed.set_exception(ValueError("theirs"))
-        await asyncio.wait_for(task, 10)
-        with pytest.raises(ValueError, match="theirs"):
-            failed.result()
-
     @pytest.mark.parametrize("seconds", [-1.0, 0.0, 0.02])
     async def test_the_deadline(self, seconds: float) -> None:
         future = new_future()
@@ -114,15 +105,6 @@ class TestSettle:
         with pytest.raises(QueueCancelled):
             await settle(future, cancel=cancel)
         assert not future.done()
-
-    async def test_cancelling_it_leaves_the_future_alone(self) -> None:
-        future = new_future()
-        task = asyncio.ensure_future(settle(future, cancel=asyncio.Event(), deadline=monotonic() + 60))
-        await turns(5)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not future.cancelled()
 
     async def test_a_stall_is_reported_once(self) -> None:
         future = new_future()

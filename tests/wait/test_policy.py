@@ -75,12 +75,6 @@ class TestStreams:
         spun = waits(machine.policy(), [5_000] * 50 + [gap] * 1000)
         assert parks(spun[50 + FEW :])
 
-    def test_batches_count_message_by_message(self, machine: Machine) -> None:
-        """Twenty messages that one wake-up drains are twenty short gaps, not one long one."""
-        policy, gap = machine.policy(), machine.wake_up_ns // 8
-        budgets = [budget_ns(policy, 1 + 20 * turn, START + 20 * gap * turn) for turn in range(50)]
-        assert all(budgets)
-
 
 class TestBursts:
     def test_idle_after_a_burst_is_one_spin_and_then_sleep(self, machine: Machine) -> None:
@@ -94,11 +88,6 @@ class TestBursts:
     @pytest.mark.parametrize("silence", [10 * MS, 3_600_000 * MS])
     def test_ping_pong_after_a_silence_is_hot_after_a_few_messages(self, machine: Machine, silence: int) -> None:
         assert all(waits(machine.policy(), [silence, *[2 * machine.wake_up_ns] * 100])[FEW:])
-
-    def test_ping_pong_after_a_slow_stream_is_found_out(self, machine: Machine) -> None:
-        """Spins have failed often by then, so it may take until the next probe."""
-        spun = waits(machine.policy(), [5 * MS] * 100 + [2 * machine.wake_up_ns] * 200)
-        assert all(spun[100 + PROBE + FEW :])
 
 
 class TestPingPong:
@@ -252,15 +241,6 @@ class TestMoreEndsThanCpus:
         record = follow(machine, self.crowded(machine), times([gap] * 300))
         assert record.wake_ups <= FEW, "of all that come later none wakes it"
         assert record.naps <= NAPS
-
-    def test_two_ends_that_wake_each_other_come_to_spin(self, machine: Machine) -> None:
-        policy, at_ns, spun = self.crowded(machine), START, []
-        for count in range(1, 4 * PROBE):
-            spun.append(policy.begin(count, at_ns, at_ns + 10_000).mode is WaitMode.SPIN)
-            at_ns += 10_000 + (20_000 if spun[-1] else int(machine.cost.hot_gap_ns * 3 // 2))
-            if spun[-1]:
-                policy.hit(at_ns, woken=False)
-        assert all(spun[-PROBE:])
 
 
 class TestThreads:

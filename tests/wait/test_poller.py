@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from time import monotonic, monotonic_ns
+from time import monotonic
 
 import pytest
 from loops import turns
 from support import bystander, until
-from waiters import MODES, End, Told, pollers
+from waiters import MODES, End, pollers
 
 from aioshm.config import Wait
 from aioshm.errors import QueueCancelled
 from aioshm.wait import limits as limits_module
 from aioshm.wait.limits import Stall
-from aioshm.wait.policy import Step, WaitMode
+from aioshm.wait.policy import WaitMode
 
 __all__ = ["pollers"]  # a fixture
 
@@ -85,31 +85,6 @@ class TestParking:
                 assert await asyncio.wait_for(task, 10) is True, "other tasks have run"
             assert (end.parked[0], end.loop.pending()) == (0, [])
 
-    async def test_an_idle_end_sets_no_timer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(limits_module, "FULL_FENCE", True)
-        end = End()
-        task = await end.asleep()
-        for _ in range(5):
-            end.poller.wake()
-            await turns(3)
-        assert end.loop.timers == []
-        looks = end.looks
-        await turns(100)
-        assert end.looks == looks, "it is asleep"
-        end.publish()
-        await task
-
-    async def test_one_that_has_a_deadline_sets_one_timer(self) -> None:
-        end = End()
-        task = await end.asleep(deadline=monotonic() + 60)
-        assert len(end.loop.pending()) == 1
-        end.poller.wake()
-        await until(lambda: end.poller.stats.parks == 2, "parking again")
-        assert len(end.loop.pending()) == 1
-        end.publish()
-        await task
-        assert end.loop.pending() == []
-
     async def test_where_the_fence_is_weak_it_looks_again_unasked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(limits_module, "FULL_FENCE", False)
         end = End()
@@ -169,24 +144,6 @@ class TestSpinning:
             assert await end.wait(look=look) is yields
             assert (other.turns > 0) is yields
 
-    async def test_mode_adaptive_asks_the_policy(self) -> None:
-        end = End(mode="adaptive")
-        now = monotonic_ns()
-        first, second = [Step(WaitMode.SPIN, now + 5_000_000_000)], [Step(WaitMode.SPIN, now)]
-        told = end.poller.policy = Told(first, second)
-        task = asyncio.ensure_future(end.poller.wait(end.look, 3, 4))
-        await turns(5)
-        end.ready = True
-        await asyncio.wait_for(task, 10)
-        assert told.learnt == [("begin", 3, 4), ("hit", False)]
-        end.ready = False
-        task = await end.asleep()
-        assert told.learnt[2:] == [("begin", 0, 0), ("missed",)]
-        end.publish()
-        await task
-        assert told.learnt[4:] == [("hit", True)]
-        assert (end.poller.modes[WaitMode.SPIN], end.poller.stats.parks) == (2, 1)
-
 
 class TestStalls:
     @pytest.mark.slow_on_uvloop
@@ -208,14 +165,3 @@ class TestStalls:
         end.publish()
         await asyncio.wait_for(task, 10)
         assert (len(reports), end.loop.pending()) == (3, [])
-
-    async def test_are_reported_by_a_spinning_end(self) -> None:
-        end = End("spin")
-        reports: list[bool] = []
-        task = asyncio.ensure_future(end.wait(stall=Stall(0.01, lambda _: reports.append(True))))
-        await until(lambda: reports, "the report")
-        looks = end.looks
-        await until(lambda: end.looks > looks + 3, "spinning on")
-        end.ready = True
-        await asyncio.wait_for(task, 10)
-        assert reports

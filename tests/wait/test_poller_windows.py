@@ -18,7 +18,6 @@ from aioshm.errors import QueueCancelled
 from aioshm.ring import memory_fence
 from aioshm.wait.limits import Stall
 from aioshm.wait.policy import Step, WaitMode
-from aioshm.wait.poller import INLINE_SPIN_NS
 
 __all__ = ["pollers"]  # a fixture
 
@@ -68,33 +67,6 @@ class TestWindows:
         assert (end.poller.modes[WaitMode.WINDOW], end.parked[0]) == (0, 0)
         assert told.learnt == [("begin", 0, 0), ("hit", True)]
 
-    async def test_after_one_in_vain_it_asks_again_and_then_parks(self) -> None:
-        end, told = planned([*window(MS, 100_000), *window(3 * MS, 100_000)])
-        task = asyncio.ensure_future(end.wait())
-        await until(lambda: told.learnt.count(("missed",)) == 4, "two windows")
-        await until(lambda: end.parked[0], "parking")
-        assert end.poller.modes[WaitMode.WINDOW] == 2
-        await asyncio.sleep(0.02)  # a timer that a late wait did not need may still expire
-        looks = end.looks
-        await asyncio.sleep(0.02)
-        assert end.looks == looks, "it sleeps for good"
-        end.publish()
-        await asyncio.wait_for(task, 10)
-
-    async def test_the_timer_of_an_earlier_wait_is_only_a_hint(self) -> None:
-        end, _ = planned(window(200 * MS, MS))
-        task = await end.asleep()
-        end.publish()
-        await asyncio.wait_for(task, 10)
-        end.ready = False
-        task = await end.asleep()
-        parks = end.poller.stats.parks
-        await until(lambda: end.poller.stats.parks > parks, "the stale timer")
-        assert not task.done()
-        assert end.parked[0] == 1
-        end.publish()
-        await asyncio.wait_for(task, 10)
-
     async def test_reports_and_deadlines_are_kept(self) -> None:
         end, told = planned(window(5 * MS, LONG))
         reports: list[bool] = []
@@ -117,14 +89,6 @@ class TestNaps:
         assert told.learnt == [("begin", 0, 0), ("hit", False)]
         assert (end.poller.stats.parks, end.poller.stats.naps, end.poller.modes[WaitMode.SPIN]) == (0, 1, 0)
 
-    async def test_in_vain_end_in_parking(self) -> None:
-        end, told = planned(nap(50_000, MS, 2 * MS))
-        task = await end.asleep()
-        assert end.poller.stats.naps == 3
-        assert told.learnt == [("begin", 0, 0), *[("missed",)] * 3]
-        end.publish()
-        await asyncio.wait_for(task, 10)
-
     async def test_end_with_the_deadline_and_the_event(self) -> None:
         end, _ = planned(nap(MS), nap(*range(MS, 400 * MS, 5 * MS)))
         with pytest.raises(TimeoutError):
@@ -135,18 +99,6 @@ class TestNaps:
         cancel.set()
         with pytest.raises(QueueCancelled):
             await asyncio.wait_for(task, 10)
-
-
-class TestInlineSpin:
-    @pytest.mark.parametrize("gap_ns", [5_000, 5 * MS])
-    async def test_is_worth_it_in_a_stream(self, gap_ns: int) -> None:
-        end = End("adaptive")
-        end.spin = lambda ns: end.ready  # type: ignore[method-assign]
-        for count in range(1, 40):
-            at_ns = monotonic_ns() - LONG + count * gap_ns
-            looks = iter([False])
-            await end.poller.wait(lambda looks=looks: next(looks, True), count, at_ns)
-        assert end.poller.inline_spin_ns == (INLINE_SPIN_NS if gap_ns < MS else 0)
 
 
 async def test_cancelled_anywhere_it_leaves_nothing() -> None:

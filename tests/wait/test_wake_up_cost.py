@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from arrivals import TYPICAL
 from hypothesis import given
 from hypothesis import strategies as st
-from waiters import End, pollers
+from waiters import pollers
 
-from aioshm.wait import timer as module
 from aioshm.wait.policy import (
     SHORT_SLEEP_NS,
     TYPICAL_WAKE_UP_NS,
@@ -22,7 +19,6 @@ from aioshm.wait.policy import (
     WaitMode,
     WakeUpCost,
 )
-from aioshm.wait.timer import timer_lateness
 
 __all__ = ["pollers"]  # a fixture
 
@@ -40,27 +36,6 @@ class TestBounds:
         assert 0 < cost.jitter_ns < MS / 10
 
 
-class TestMeasuring:
-    def test_without_a_descriptor_it_sleeps(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse() -> int:
-            raise OSError(24, "Too many open files")
-
-        monkeypatch.setattr(module, "timerfd_create", refuse)
-        assert all(late > 0 for late in timer_lateness(3))
-
-    def test_a_busy_machine_does_not_hold_the_loop_for_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        clock = iter(range(0, 10**12, 5 * MS))
-        monkeypatch.setattr(module, "monotonic_ns", lambda: next(clock))
-        assert len(timer_lateness(100)) == 1
-
-    def test_is_done_once_and_kept_within_bounds(self) -> None:
-        measurements = iter([10**9])
-        cost = WakeUpCost(lambda: next(measurements))
-        assert not cost._ns
-        assert cost.ns == cost.ns == WAKE_UP_BOUNDS_NS[1]
-        assert cost._ns
-
-
 class TestLearning:
     def learned(self, samples: list[int], first: int = TYPICAL_WAKE_UP_NS) -> float:
         cost = WakeUpCost(lambda: first)
@@ -73,10 +48,6 @@ class TestLearning:
     @pytest.mark.parametrize("right", [5_000, 30_000, 80_000])
     def test_what_was_measured_wrong_is_put_right(self, wrong: int, right: int) -> None:
         assert self.learned([right] * 200, wrong) == pytest.approx(right, rel=0.2)
-
-    @pytest.mark.parametrize("outlier", [-(10**18), 0, 10**9, 10**18])
-    def test_one_wake_up_changes_little(self, outlier: int) -> None:
-        assert self.learned([outlier]) == pytest.approx(TYPICAL_WAKE_UP_NS, rel=0.04)
 
     @given(st.lists(ANY, max_size=300))
     def test_it_stays_within_bounds(self, samples: list[int]) -> None:
@@ -112,13 +83,6 @@ class TestWaits:
     )
     def test_nothing_is_learned_from_other_messages(self, passed: int, at_ns: int, woken: bool) -> None:
         assert self.waited(passed, at_ns, 2 * MS + 5_000, woken=woken) == TYPICAL_WAKE_UP_NS
-
-    @pytest.mark.parametrize("mode", ["park", "spin"])
-    async def test_nothing_is_measured_where_nothing_is_weighed(self, mode: Any) -> None:
-        for end in (End(mode), End("adaptive", may_spin=False)):
-            end.loop.call_soon(end.publish)
-            await asyncio.wait_for(end.wait(), 10)
-            assert not end.policy.cost._ns
 
 
 def test_neither_importing_nor_a_queue_that_never_waits_measures() -> None:
