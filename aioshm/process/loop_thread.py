@@ -166,7 +166,13 @@ class LoopThread:
             raise
         except BaseException:  # of a signal handler
             errand.dropped = True
-            self._cancel(errand)
+            try:  # another signal's handler may raise before `_cancel` has begun
+                try:
+                    self._cancel(errand)
+                finally:
+                    self._cancel(errand)
+            finally:
+                self._cancel(errand)
             raise
         return errand.outcome()
 

@@ -21,6 +21,7 @@ LOOP_NS = 40_000
 _MEASURED_NS = 100_000  # sleep of a measured timer: about as long as the gaps for which the cost matters
 _ENOUGH_NS = 1_000_000  # no further timer is tried after this: the machine is busy, and so is the loop
 _POLL_MS = 20
+_COARSE_S = 0.002
 
 # Python has these calls from 3.13 on. PyDLL: they are too short to release the GIL for.
 _libc = ctypes.PyDLL(None, use_errno=True)
@@ -66,9 +67,8 @@ class Timer:
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
         self._loop = loop
         self._callback = callback
-        self._fd = -1
+        self._fd: int | None = None  # None: not opened yet; -1: there is none
         self._handle: asyncio.TimerHandle | None = None
-        self._opened = False
         self._closed = False
         self._at_ns = 0
 
@@ -76,48 +76,35 @@ class Timer:
         """Call back at a time in nanoseconds of CLOCK_MONOTONIC; this replaces an earlier time."""
         if self._closed:
             return
-        if not self._opened:
-            self._opened = True
+        if self._fd is None:
             self._fd = open_timer()
             if self._fd >= 0:
                 self._loop.add_reader(self._fd, self._readable)
         self._at_ns = max(1, at_ns)  # 0 would disarm the timer
         if self._fd >= 0:
             timerfd_settime(self._fd, self._at_ns)
-        else:
-            if self._handle is not None:
-                self._handle.cancel()
-            self._start_handle()
+            return
+        if self._handle is not None:
+            self._handle.cancel()
+        # Loops round to a millisecond, and count from the beginning of their iteration.
+        delay_s = max(0, self._at_ns - monotonic_ns()) / 1e9 + _COARSE_S
+        self._handle = self._loop.call_later(delay_s, self._callback)
 
     def close(self) -> None:
         """Disarm the timer and close its descriptor. Idempotent; needs no running loop."""
         self._closed = True
-        self._at_ns = 0
         if self._handle is not None:
             self._handle.cancel()
-            self._handle = None
-        if self._fd >= 0:
+        if self._fd is not None and self._fd >= 0:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self._fd = -1
 
-    def _start_handle(self) -> None:
-        # Up to two milliseconds late: loops round to one, and count from the beginning of their iteration.
-        delay = max(0, self._at_ns - monotonic_ns()) / 1e9 + 0.001
-        self._handle = self._loop.call_later(delay, self._expired)
-
-    def _expired(self) -> None:
-        if monotonic_ns() < self._at_ns:
-            self._start_handle()
-        else:
-            self._handle = None
-            self._at_ns = 0
-            self._callback()
-
     def _readable(self) -> None:
         # The first call leaves the expired descriptor readable, which saves the wait that follows a system call: `arm`
         # rearms it, or the loop calls here again.
+        assert self._fd is not None
         if not self._at_ns:
             timerfd_settime(self._fd, 0)
         elif monotonic_ns() >= self._at_ns:  # else `arm` was called since it expired
