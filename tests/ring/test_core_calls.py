@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import traceback
-import warnings
-import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -108,38 +106,6 @@ class TestAnswers:
         assert "decode" in {frame.name for frame in traceback.extract_tb(cause.__traceback__)}
         assert pair.reader.seq == 1
 
-    async def test_codec_that_stops_iterating_or_exits_has_sent_nothing(
-        self, pair: Pair, sending: Calling, receiving: Calling
-    ) -> None:
-        def stop(obj: object) -> bytes:
-            raise StopIteration(obj)
-
-        def leave(message: bytes) -> object:
-            raise SystemExit(len(message))
-
-        pair.writer.bind(stop, 7, False, None)
-        with pytest.raises(RuntimeError, match="coroutine raised StopIteration") as raised:
-            await sending.calls.enqueue(7)
-        assert isinstance(raised.value.__cause__, StopIteration)
-        pair.reader.bind(leave, 7, False, None)
-        pair.writer.put(b"x")
-        with pytest.raises(SystemExit):
-            receiving.calls.dequeue().send(None)
-        assert not receiving
-
-    @pytest.mark.parametrize(
-        "wrong",
-        [
-            lambda calls: calls.enqueue(),
-            lambda calls: calls.enqueue(1, 2, 3),
-            lambda calls: calls.enqueue(1, cancel=None),
-            lambda calls: calls.dequeue(1, timeout=1),
-        ],
-    )
-    def test_wrong_arguments(self, sending: Calling, wrong: Callable[[Any], Any]) -> None:
-        with pytest.raises(TypeError, match="queue\\(\\)"):
-            wrong(sending.calls)
-
 
 class TestCoroutines:
     async def test_tasks_of_them(self, pair: Pair, sending: Calling, receiving: Calling) -> None:
@@ -195,29 +161,6 @@ class TestCoroutines:
         call.close()
         assert ended
 
-    @pytest.mark.parametrize("thrown", [(KeyError("k"),), (KeyError, KeyError("k"), None)])
-    def test_what_is_thrown_before_it_began(self, pair: Pair, receiving: Calling, thrown: Any) -> None:
-        pair.writer.put(b"x")
-        call = receiving.calls.dequeue()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of three arguments
-            with pytest.raises(KeyError):
-                call.throw(*thrown)
-        assert run(receiving.calls.dequeue()) == b"x"
-
-    async def test_call_awaited_by_two_tasks_is_an_error_of_one(self, receiving: Calling) -> None:
-        async def receive() -> Any:
-            return await call
-
-        call = receiving.calls.dequeue()
-        receiving.future = asyncio.get_running_loop().create_future()
-        waiting = [asyncio.create_task(receive()) for _ in range(2)]
-        await asyncio.sleep(0)
-        receiving.future.set_result("came")
-        first, second = await asyncio.gather(*waiting, return_exceptions=True)
-        assert first == "came"
-        assert isinstance(second, RuntimeError)
-
     def test_call_is_awaited_once_and_closed_often(self, pair: Pair, receiving: Calling) -> None:
         for ended in (True, False):
             pair.writer.put(b"x")
@@ -231,61 +174,9 @@ class TestCoroutines:
                     again()
         assert run(receiving.calls.dequeue()) == b"x"
 
-    def test_it_is_not_begun_from_inside_of_itself(self, pair: Pair, receiving: Calling) -> None:
-        def decode(message: bytes) -> object:
-            with pytest.raises((ValueError, RuntimeError), match=r"already executing|cannot reuse"):
-                call.send(None)
-            return message
-
-        pair.reader.bind(decode, 7, False, None)
-        pair.writer.put(b"x")
-        call = receiving.calls.dequeue()
-        assert run(call) == b"x"
-
     def test_one_that_nobody_awaits_is_told_of(self, pair: Pair, sending: Calling) -> None:
         for _ in range(2):
             with pytest.warns(RuntimeWarning, match="enqueue' was never awaited"):
                 sending.calls.enqueue(b"x")
                 gc.collect()
         assert not pair.writer.seq
-
-
-class TestMemory:
-    def test_calls_keep_nothing_once_they_have_ended(self, pair: Pair, sending: Calling) -> None:
-        class Message:
-            pass
-
-        pair.writer.bind(lambda obj: b"x", 7, False, None)
-        message = Message()
-        known = weakref.ref(message)
-        call = sending.calls.enqueue(message)
-        run(call)
-        del message
-        gc.collect()
-        assert known() is None
-
-    def test_a_cycle_through_a_call_is_garbage(self, sending: Calling) -> None:
-        class Message:
-            call: Any = None
-
-        message = Message()
-        message.call = sending.calls.enqueue(message)
-        message.call.close()
-        message.call = None
-        known = weakref.ref(message)
-        waiting = Calls(lambda *args: _wait_with(args))
-        message.call = waiting.enqueue(message)
-        message.call.send(None)
-        del message
-        gc.collect()
-        assert known() is None
-
-
-async def _wait_with(args: object) -> None:
-    await _Once()
-    del args
-
-
-class _Once:
-    def __await__(self) -> Any:
-        yield

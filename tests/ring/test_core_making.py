@@ -20,7 +20,6 @@ from rings import NATIVE, Cores
 from support import examples
 
 from aioshm.ring import Layout
-from aioshm.ring import layout as at
 from aioshm.ring.layout import Sizes
 from aioshm.ring.record import ReaderRecord, WriterRecord
 
@@ -29,29 +28,6 @@ NUMBERS = [*Sizes._fields, "line", "histogram"]
 HOSTILE = [0, 1, 7, 64, 65, 4096, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 64, (1 << 64) - 1]
 
 POOL = GOOD.pools[0]
-BAD_POOLS: list[Any] = [
-    (POOL._replace(start=POOL.start + 4),),
-    (POOL._replace(start=GOOD.slots_end - 8),),
-    (POOL._replace(start=(1 << 64) - 8),),
-    (POOL._replace(room=99),),
-    (POOL._replace(room=POOL.stride - 63),),
-    (POOL._replace(room=1 << 63),),
-    (POOL._replace(stride=at.PAGE // 2 + 8, chunks=2),),
-    (POOL._replace(stride=POOL.stride + 4),),
-    (POOL._replace(stride=0),),
-    (POOL._replace(chunks=0),),
-    (POOL._replace(chunks=1 << 60),),
-    (POOL._replace(first=1),),
-    [POOL] * 2,
-    [POOL] * 5,
-    (POOL[:4],),
-    ((*POOL, 1),),
-    (("1",) * 5,),
-    ((-1,) * 5,),
-    (None,),
-    5,
-    None,
-]
 
 needs_native = pytest.mark.skipif(NATIVE is None, reason="the native core was not built")
 
@@ -124,32 +100,6 @@ class TestHostileLayouts:
         for core in of_numbers(memory, **changes):
             use(core)
             core.close()
-
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"max_chunk_bytes": 101},
-            {"max_chunk_bytes": 37, "pools": ()},
-            {"inline_bytes": 65},
-            {"slot_bytes": 100},
-            {"slot_bytes": 101},
-            {"slot_bytes": 184, "header_bytes": at.PAGE + 1},
-            {"slot_bytes": at.PAGE // 3 // 8 * 8 + 8},
-            {"metadata_offset": GOOD.total_bytes - 8},
-            {"header_bytes": 192},
-            {"total_bytes": GOOD.total_bytes + 1},
-            *({"pools": pools} for pools in BAD_POOLS),
-        ],
-        ids=str,
-    )
-    def test_a_little_off(self, changes: dict[str, int]) -> None:
-        assert list(of_numbers(bytearray(GOOD.total_bytes), **changes)) == []
-
-    @pytest.mark.parametrize("field", ["line", "histogram"])
-    @pytest.mark.parametrize("place", [257, 4096, 4096 - 64 + 8, (1 << 63) - 64, -64])
-    def test_a_readers_line_or_histogram_elsewhere(self, field: str, place: int) -> None:
-        cores = list(of_numbers(bytearray(GOOD.total_bytes), **{field: place}))
-        assert [hasattr(core, "put") for core in cores] == [True], "which has its own line"
 
     def test_unaligned_memory(self) -> None:
         memory = memoryview(bytearray(GOOD.total_bytes + 8))

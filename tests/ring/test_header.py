@@ -115,7 +115,7 @@ def test_spin_is_shown_while_it_lasts(new_pair: NewPair) -> None:
     assert not header_of(pair).readers[0].spinning
 
 
-class TestCursors:
+class TestHeader:
     def test_what_a_ring_is(self, new_ends: NewEnds) -> None:
         ring, writer, readers = new_ends(3)
         writer.set_writer_state(closed=False, pid=77)

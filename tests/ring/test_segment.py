@@ -98,16 +98,6 @@ class TestNamed:
         segment.close()
         assert segment.fd == -1
 
-    def test_a_successor_of_the_same_name_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        segment = Segment.create(4096, "named")
-        assert segment.name is not None
-        segment.unlink()
-        monkeypatch.setattr(secrets, "token_hex", lambda _: str(segment.name).removeprefix(NAME_PREFIX))
-        successor = Segment.create(4096, "named")
-        segment.close()
-        assert (SHM / segment.name).exists()
-        successor.close()
-
     def test_a_forked_child_does_not_unlink_its_parents(self) -> None:
         out, err = python(
             "import os\n"
@@ -239,16 +229,6 @@ class TestTooLarge:
         ).communicate()
         assert f"{Layout.of(1, 2 << 20, 1, 1).total_bytes / 2**20:.1f} MiB" in out, err
         assert backing not in out, "what failed is no remedy"
-
-    def test_memory_that_is_shared_is_no_data(self) -> None:
-        out, err = python(
-            "import resource\n"
-            "from aioshm.ring import ShmRingBuffer\n"
-            "resource.setrlimit(resource.RLIMIT_DATA, (128 << 20, 128 << 20))\n"
-            "ring = ShmRingBuffer(1, 256 << 20, 1, slots=1)\n"
-            "print('made')",
-        ).communicate()
-        assert out == "made\n", err
 
 
 # Segments that grow, and that give their memory back

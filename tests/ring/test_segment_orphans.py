@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _posixshmem
 import fcntl
 import os
 import threading
@@ -112,59 +111,6 @@ class TestSweepingAtTheWrongMoment:
         segment.close()
         assert swept.is_set()
         assert exists
-
-    def test_while_taking_hold_of_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        flock, swept = fcntl.flock, threading.Event()
-
-        def look_until(tried: threading.Event, looking: int) -> None:
-            eventually(lambda: tried.is_set() or "->" in Path("/proc/locks").read_text(), "an attempt to lock")
-            os.close(looking)
-
-        def lock_while_looked_at(fd: int, operation: int) -> None:
-            if not operation & fcntl.LOCK_SH or swept.is_set():
-                flock(fd, operation)
-                return
-            swept.set()
-            looking = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
-            flock(looking, fcntl.LOCK_EX)
-            tried = threading.Event()
-            looker = threading.Thread(target=look_until, args=(tried, looking))
-            looker.start()
-            try:
-                flock(fd, operation)
-            finally:
-                tried.set()
-                looker.join()
-
-        monkeypatch.setattr(fcntl, "flock", lock_while_looked_at)
-        segment = Segment.create(4096, "named")
-        lost = segment.name in orphans()
-        segment.close()
-        assert swept.is_set()
-        assert not lost
-
-    def test_between_looking_and_removing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Whoever takes hold of it then has to wait until the name is gone, and so can see that it is."""
-        unlink = _posixshmem.shm_unlink
-        held = []
-
-        def try_to_hold(name: str) -> None:
-            fd = os.open(SHM / name[1:], os.O_RDWR)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                held.append(name)
-            except BlockingIOError:
-                pass
-            finally:
-                os.close(fd)
-            unlink(name)
-
-        with holder() as (name, pid):
-            kill(pid)
-            monkeypatch.setattr(_posixshmem, "shm_unlink", try_to_hold)
-            assert remove_orphan(name)
-            assert not (SHM / name).exists()
-        assert held == []
 
 
 class TestResourceTracker:

@@ -255,7 +255,7 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         message = sender.encode(self._as_sent(self._filled.pop()))
         placed = extent.place(message)
         if placed is not None:
-            sender.room.checked_size(message)
+            sender.checked_size(message)
             outgoing = sender.pack(message)
             message = b""
             sender.put_placed(slot, extent, placed, outgoing)

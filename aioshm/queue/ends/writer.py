@@ -242,11 +242,11 @@ class Writer(Closable):
 
     async def wait_for_room(self, message: Encoded, deadline: float | None) -> bool:
         """Wait for room in the ring, or for news, on the poller only; return False if there is room already."""
-        room = self.sender.room
-        need = room.need([message])
-        if room.has(need):
+        sender = self.sender
+        need = sender.need([message])
+        if sender.has(need):
             return False
-        await room.wait(need, deadline)
+        await sender.wait(need, deadline)
         return True
 
     async def enqueue_many(self, objs: Iterable[Any], timeout: float | None) -> None:
@@ -259,9 +259,9 @@ class Writer(Closable):
     async def send_many(self, messages: list[Encoded], deadline: float | None) -> None:
         """Send encoded objects; this end is ready."""
         sender = self.sender
-        need = sender.room.need(messages)
+        need = sender.need(messages)
         parts = sender.parts(messages, need)
-        if self.state.core.passes() and len(parts) == 1 and sender.room.has(need):
+        if self.state.core.passes() and len(parts) == 1 and sender.has(need):
             sender.put_all(messages)
             return
         for part in parts:
@@ -281,7 +281,7 @@ class Writer(Closable):
     def send_now(self, message: Encoded) -> None:
         """Send an encoded object of a ready end, or raise `QueueFull`."""
         if self.state.lock.calls or not self.sender.put(message):
-            raise QueueFull(f"{self.state!r}: {self.sender.room.why_full(message)}")
+            raise QueueFull(f"{self.state!r}: {self.sender.why_full(message)}")
 
     @asynccontextmanager
     async def acquire_write(self, timeout: float | None, nbytes: int | None) -> AsyncIterator[memoryview]:

@@ -314,18 +314,3 @@ def test_rings(name: str, values: list[Any]) -> None:
     for value in values:
         with refused(name, value):
             ShmRingBuffer(**{"n_reader": 1, "max_chunk_bytes": 1, "max_chunks": 1, name: value})
-
-
-def test_places_in_rings() -> None:
-    ring = ShmRingBuffer(1, 1, 1, slots=1, inline_bytes=0)
-    try:
-        for value in [*NO_SMALL_COUNT, 1]:
-            with refused("reader", value):
-                ring.reader(value)
-            for call in (ring.room, ring.flags):
-                with refused("index", value):
-                    call(value)
-            with refused("number", value):
-                ring.chunk(value)
-    finally:
-        ring.close()

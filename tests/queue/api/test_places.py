@@ -6,7 +6,6 @@ import asyncio
 import os
 import platform
 import signal
-import socket
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -32,11 +31,8 @@ from aioshm import (
     ReaderLeft,
     blocking,
 )
-from aioshm.lifeline.protocol import Hello, pack
-from aioshm.lifeline.sockets import sockaddr
 from aioshm.queue.ends.writer import Writer
 from aioshm.queue.membership import KEPT_CHANGES
-from aioshm.ring.layout import VERSION
 
 LARGE = 20_000
 """Bytes that do not fit a chunk here."""
@@ -419,21 +415,3 @@ class TestMembership:
                 writer.end.registry.report(ReaderJoined(0, 1, number))  # type: ignore[union-attr]
             assert await anext(changes) == ChangesLost(2)
             assert await anext(changes) == ReaderJoined(0, 1, 2)
-
-
-def test_a_greeting_that_comes_after_its_connection() -> None:
-    """No loop runs between the calls that look."""
-    with make_writer(1) as writer:
-        handle = writer.export_handle()
-        reader = Thread(lambda: blocking.MessageQueue.create_from_handle(handle, 0)).result()
-        with pytest.raises(TimeoutError):
-            writer.wait_until_ready(0)
-        with socket.socket(socket.AF_UNIX) as early:
-            early.connect(sockaddr(handle.lifeline))
-            assert writer.readers
-            greeting = Hello(VERSION, handle.queue_id, handle.token, 1000, os.getpid())
-            early.send(pack(greeting))
-            assert writer.readers
-            early.settimeout(20)
-            assert b"no local reader has rank 1000" in early.recv(4096)
-        reader.close()

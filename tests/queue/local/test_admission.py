@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import logging
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -167,20 +166,6 @@ class TestAReaderThatDies:
             async with MessageQueue.create_from_handle(handle, 0) as reader:
                 await check(writer, reader)
 
-    async def test_is_not_evicted_from_what_has_not_begun(self, caplog: pytest.LogCaptureFixture) -> None:
-        async with wide_writer(1, 0, on_reader_death="evict") as writer:
-            handle = writer.export_handle()
-            ready = asyncio.ensure_future(writer.wait_until_ready(60))
-            async with child("sleep_before_attaching", handle.to_json(), "0") as victim:
-                await until(lambda: pid_of(writer, 0), "admission")
-                victim.signal(signal.SIGKILL)
-                await victim.end()
-            await until(lambda: not pid_of(writer, 0), "the end of it")
-            assert f"reader 0 (pid {victim.pid}) died; its place is free" in caplog.text
-            async with MessageQueue.create_from_handle(handle, 0) as reader:
-                await reader.wait_until_ready(20)
-                await ready
-
     @pytest.mark.slow_on_uvloop
     async def test_on_another_host_makes_way_for_the_next(self) -> None:
         async with wide_writer(0, 1) as writer:
@@ -287,15 +272,3 @@ def test_a_reader_that_is_forgotten_leaves_its_place_free() -> None:
         reading = Thread(read)
         writer.enqueue("hello", 20)
         assert reading.result() == "hello"
-
-
-def test_the_log_of_the_tests_is_quiet_without_a_reason(caplog: pytest.LogCaptureFixture) -> None:
-    """A reader that leaves on purpose is no news."""
-    with caplog.at_level(logging.WARNING, "aioshm"):
-        with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=4, slots=4) as writer:
-            with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as early:
-                with pytest.raises(TimeoutError):
-                    early.wait_until_ready(0)
-            with pytest.raises(TimeoutError):
-                writer.wait_until_ready(0.05)
-    assert caplog.records == []

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from pairs import attached
 
-from aioshm import MessageQueue, OutOfDescriptors, PeerDied, QueueClosed
-from aioshm.lifeline import dialer as attach
+from aioshm import MessageQueue, OutOfDescriptors, QueueClosed
 
 LARGE = [bytes([number]) * (50_000 + number) for number in range(3)]
 
@@ -119,46 +118,3 @@ async def test_the_writer_may_close_meanwhile() -> None:
         assert [await reader.dequeue(5) for _ in LARGE] == LARGE
         with pytest.raises(QueueClosed):
             await reader.dequeue(5)
-
-
-async def test_a_death_behind_a_descriptor_without_room_ends_a_wait() -> None:
-    """The writer died after it had passed the descriptor, and before it published the message."""
-    async with attached() as (writer, (reader,)):
-        queue: Any = writer
-        waiting = asyncio.ensure_future(reader.dequeue(20))
-        await asyncio.sleep(0)
-        fd = os.open(os.devnull, os.O_RDONLY)
-        try:
-            with starving(-1):
-                queue.end.ring.overflow.hand_over(fd)
-                for connection in list(queue.end.ring.listener._connections.values()):
-                    connection.close()
-                with pytest.raises(PeerDied):
-                    await waiting
-        finally:
-            os.close(fd)
-
-
-async def test_the_loop_does_not_turn_in_circles_and_finds_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with withheld() as (_writer, (reader,), hand_over):
-        lifeline = reader.end.source.attachment.lifeline  # type: ignore[attr-defined]
-        looks: list[bool] = []
-        receive = attach.receive_next
-
-        def count(*arguments: Any) -> Any:
-            result = receive(*arguments)
-            looks.append(result[2])
-            return result
-
-        monkeypatch.setattr(attach, "receive_next", count)
-        loop = asyncio.get_running_loop()
-        with starving():
-            hand_over()
-            began = loop.time()
-            while looks.count(True) < 4:
-                await asyncio.sleep(0)
-            assert loop.time() - began >= 2 * attach._ROOM_PAUSE_S
-            assert lifeline.holds_back
-        while lifeline.holds_back:
-            await asyncio.sleep(0.01)
-        assert len(reader.end.source.attachment.overflow.segments) == len(LARGE)  # type: ignore[attr-defined]
