@@ -76,7 +76,7 @@ class WriterLink:
             VERSION, handle.queue_id, handle.token, rank, os.getpid(), platform.node(), False, slow, history=history
         )
         options = handle.options  # the writer's, not the reader's own
-        self.window: ReceiveWindow[wire.Data] = ReceiveWindow(
+        self.window: ReceiveWindow = ReceiveWindow(
             options.remote_window, options.remote_window_bytes, skips=slow == "skip"
         )
         self._assembly = Assembly(max(options.max_message_bytes, handle.max_chunk_bytes))
@@ -91,7 +91,7 @@ class WriterLink:
         self.gone: Callable[[], AioshmError] | None = None
         # True if the writer closed the queue, and messages that have not arrived are lost.
         self.left_behind: bool = False
-        self.twice: int = 0  # duplicates
+        self.twice: int = 0  # messages that the writer sends, or has sent, again
         self._leaving = False
         self._released = False  # the writer does not wait for this reader
         self._connections = 0
@@ -168,18 +168,17 @@ class WriterLink:
     def receive_data(self, head: memoryview, body: memoryview | None) -> None:
         """Handle a data message."""
         try:
-            data = self._whole(wire.parse_data(head, body))
-            if data is None:
-                return
+            data = wire.parse_data(head, body)
             if data.kind == wire.MARK:
                 self.window.marked(data.seq)
                 if not self.proven and not self._leaving:  # a greeting after the goodbye would attach the reader again
                     self.proven = True
                     self._hello = msgspec.structs.replace(self._hello, proven=True)
                     self._send(self._hello)
-            elif not self.window.arrived(data.seq, data, len(data.body)):
-                self.twice += 1
-                return
+            elif not self.window.expects(data.seq):
+                self.twice += not data.offset
+            elif (whole := self._whole(data)) is not None:
+                self.window.arrived(whole, whole.total)
         except wire.WireError as error:
             self._limiter.warn(logger, _MALFORMED, self._state, error)
             return
@@ -192,13 +191,10 @@ class WriterLink:
             self._finish_if_complete()
 
     def _whole(self, data: wire.Data) -> wire.Data | None:
-        """Return a message once all of its parts have arrived; None if parts are missing, or for a duplicate."""
+        """Return the next message once all of its parts have arrived, else None."""
         if len(data.body) == data.total:
             self._assembly.clear()
             return data
-        if self.window.has(data.seq):
-            self.twice += not data.offset
-            return None
         try:
             return self._assembly.add(data)
         except OSError as error:
@@ -284,9 +280,9 @@ class WriterLink:
     # Requests and acknowledgements
 
     def _ask_for_missing(self) -> None:
-        runs = self.window.to_ask_for()
-        if runs:
-            self._send(wire.Resend(runs))
+        first = self.window.to_ask_for()
+        if first is not None:
+            self._send(wire.Resend(first))
 
     def _acknowledge(self) -> None:
         self._cancel(self._acknowledge)

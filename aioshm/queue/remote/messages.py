@@ -15,7 +15,7 @@ from aioshm.codec.base import OwnMemory
 from aioshm.codec.frames import HEADER, message_bytes, write_body
 from aioshm.config import Options
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.window import SendWindow
+from aioshm.queue.remote.window import Outgoing, SendWindow
 from aioshm.ring.layout import TRACE_BYTES
 
 if TYPE_CHECKING:
@@ -31,19 +31,6 @@ class MessageMemory(mmap.mmap, OwnMemory):
             with suppress(OSError):  # a kernel without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
-
-
-class Outgoing:
-    """One message."""
-
-    __slots__ = ("body", "head", "nbytes")
-
-    def __init__(self, head: bytes, body: bytes | memoryview | None = None) -> None:
-        self.head = head  # the first frame, without the address
-        self.body = body  # the second frame, if there is one
-        self.nbytes: int = wire.ADDRESS_BYTES + len(head)
-        if body is not None:
-            self.nbytes += len(body)
 
 
 def pack(
@@ -86,9 +73,7 @@ class Flow:
         self._sockets = sockets
         self._topic = topic
         self._everyone = wire.address(topic)
-        self.window: SendWindow[Outgoing] = SendWindow(
-            options.remote_window, options.remote_window_bytes, options.remote_history
-        )
+        self.window: SendWindow = SendWindow(options.remote_window, options.remote_window_bytes, options.remote_history)
         self.resent: int = 0
         self._head_bytes = wire.HEAD_BYTES + TRACE_BYTES * options.trace_context
 
@@ -116,10 +101,10 @@ class Flow:
         if self.window.readers:
             self._transmit(self._everyone, message)
 
-    def resend(self, rank: int, first: int, last: int) -> None:
-        """Send a run of messages to one reader again; raise `WireError` if the run was never sent."""
+    def resend(self, rank: int, first: int) -> None:
+        """Send the messages from ``first`` on to one reader again; raise `WireError` if it was never sent."""
         address = wire.address(self._topic, rank)
-        for message in self.window.resend(rank, first, last):
+        for message in self.window.resend(rank, first):
             self.resent += 1
             self._transmit(address, message)
 

@@ -104,7 +104,7 @@ class RemoteReaders:
         self._report_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._limiter = LogLimiter(COMPLAINT_S)
-        self._stuck: dict[int, tuple[int, float]] = {}  # by rank: an acknowledgement, and since when it is the latest
+        self._stuck: dict[tuple[int, int], float] = {}  # by rank and acknowledgement: since when nothing follows
         registry.add(self, ranks, extra)
 
     @property
@@ -214,8 +214,7 @@ class RemoteReaders:
             if self.flow.window.acknowledged(reader.rank, message.consumed):
                 self.registry.changed()
         elif isinstance(message, wire.Resend):
-            for first, last in message.ranges:
-                self.flow.resend(reader.rank, first, last)
+            self.flow.resend(reader.rank, message.first)
         elif isinstance(message, wire.Finished):
             reader.finished = True
             self.sockets.send(reader.identity, wire.Left())
@@ -367,19 +366,16 @@ class RemoteReaders:
         return bool(overdue)
 
     def _overdue(self, now: float) -> list[ReaderSlot]:
-        readers = self.flow.window.readers
-        laggards = self.flow.window.laggards()
+        window = self.flow.window
+        laggards = window.laggards()
         overdue = []
         stuck = {}
         for slot in self.registry.of(self):
-            if slot.slow != "evict" or slot.rank not in laggards:
-                continue
-            acknowledged, since = self._stuck.get(slot.rank, (-1, now))
-            if acknowledged != readers[slot.rank]:
-                since = now
-            stuck[slot.rank] = readers[slot.rank], since
-            if now - since >= GRACE_S:
-                overdue.append(slot)
+            if slot.slow == "evict" and slot.rank in laggards:
+                stopped_at = slot.rank, window.readers[slot.rank]
+                stuck[stopped_at] = self._stuck.get(stopped_at, now)
+                if now - stuck[stopped_at] >= GRACE_S:
+                    overdue.append(slot)
         self._stuck = stuck
         return overdue
 

@@ -4,43 +4,47 @@ The writer keeps each message until every remote reader has *consumed* it; the w
 
 Readers need no timers to detect losses. Data arrives over one connection at a time, in order, and each connection
 begins with a mark: the number of its first message. So a message or a mark behind a gap proves that the messages in the
-gap arrive only if the reader asks for a retransmission. After a reconnection the next mark triggers the request again.
+gap arrive only if the reader asks for them. The reader drops everything behind a gap, and the writer sends everything
+from the first missing message on (go-back-N). A new connection begins with a new mark, and the reader asks again.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from itertools import islice
 
-from aioshm.queue.remote.wire import MAX_RANGES, WireError
+from aioshm.queue.remote import wire
+from aioshm.queue.remote.wire import WireError
 
 
-class Kept(Protocol):
+class Outgoing:
     """A message that the writer keeps until every reader has acknowledged it, and may retransmit."""
 
-    @property
-    def nbytes(self) -> int: ...
+    __slots__ = ("body", "head", "nbytes")
+
+    def __init__(self, head: bytes, body: bytes | memoryview | None = None) -> None:
+        self.head = head  # the first frame, without the address
+        self.body = body  # the second frame, if there is one
+        self.nbytes: int = wire.ADDRESS_BYTES + len(head)
+        if body is not None:
+            self.nbytes += len(body)
 
 
-K = TypeVar("K", bound=Kept)
-M = TypeVar("M")
-
-
-class SendWindow(Generic[K]):
+class SendWindow:
     """The writer's side: the messages that some remote reader has not consumed."""
 
     def __init__(self, max_messages: int, max_bytes: int, history: int = 0) -> None:
         self._max_messages = max_messages
         self._max_bytes = max_bytes
         self._history = min(history, max_messages)
-        self._kept: deque[K] = deque()
-        self._past: deque[K] = deque()  # the history: consumed messages before the kept ones
+        self._kept: deque[Outgoing] = deque()
+        self._past: deque[Outgoing] = deque()  # the history: consumed messages before the kept ones
         self._past_bytes = 0
         self.seq: int = 0  # number of the next message
         self.nbytes: int = 0
         self.readers: dict[int, int] = {}  # by rank: how many messages the reader has consumed
-        self._again: dict[int, set[int]] = {}  # by rank: retransmissions over the present connection
+        self._resent: dict[int, int] = {}  # by rank: the present connection carries the messages below, sent again
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -74,7 +78,7 @@ class SendWindow(Generic[K]):
         """Count the next message, while the window is idle."""
         self.seq += 1
 
-    def sent(self, message: K) -> None:
+    def sent(self, message: Outgoing) -> None:
         """Keep the next message, in the history if there are no readers."""
         self.seq += 1
         if self.readers:
@@ -97,12 +101,12 @@ class SendWindow(Generic[K]):
 
     def connected(self, rank: int) -> None:
         """Note that a reader has a new connection, without retransmissions so far."""
-        self._again[rank] = set()
+        self._resent.pop(rank, None)
 
     def leave(self, rank: int) -> None:
         """Remove a reader."""
         self.readers.pop(rank, None)
-        self._again.pop(rank, None)
+        self._resent.pop(rank, None)
         self._consume()
 
     def acknowledged(self, rank: int, consumed: int) -> bool:
@@ -118,23 +122,20 @@ class SendWindow(Generic[K]):
         self.readers[rank] = consumed
         return self._consume()
 
-    def resend(self, rank: int, first: int, last: int) -> list[K]:
-        """Return the messages of a run to send again, without messages that this connection has carried again already.
+    def resend(self, rank: int, first: int) -> list[Outgoing]:
+        """Return the messages from ``first`` on to send again; none if this connection carries them again already.
 
         Repeated requests thus put no more than two windows on their way, and the sockets have room for two.
 
         Raises:
-            WireError: The writer has not sent all of the run.
+            WireError: The writer has not sent the message.
         """
-        if not first <= last < self.seq:
-            raise WireError(f"messages {first} to {last} of {self.seq} are asked for")
-        oldest = self.first
-        again = self._again.setdefault(rank, set())
-        if len(again) > self._max_messages:
-            again.difference_update([seq for seq in again if seq < oldest])
-        run = [seq for seq in range(max(first, oldest), last + 1) if seq not in again]
-        again.update(run)
-        return [self._kept[seq - oldest] for seq in run]
+        if first >= self.seq:
+            raise WireError(f"reader {rank} asks for message {first} of {self.seq}")
+        if first < self._resent.get(rank, 0):
+            return []
+        self._resent[rank] = self.seq
+        return list(islice(self._kept, max(0, first - self.first), None))
 
     def laggards(self) -> list[int]:
         """Return the ranks that have not consumed the oldest message."""
@@ -151,7 +152,7 @@ class SendWindow(Generic[K]):
             self._retire(message)
         return len(self._kept) < before
 
-    def _retire(self, message: K) -> None:
+    def _retire(self, message: Outgoing) -> None:
         """Add a message to the history, and drop the oldest messages from there."""
         if not self._history:
             return
@@ -170,8 +171,8 @@ class Missing:
 
 
 @dataclass(slots=True)
-class ReceiveWindow(Generic[M]):
-    """The reader's side: restores the order, and decides when to ask for messages and when to acknowledge."""
+class ReceiveWindow:
+    """The reader's side: drops everything behind a gap; decides when to ask and when to acknowledge."""
 
     max_messages: int
     max_bytes: int
@@ -179,54 +180,43 @@ class ReceiveWindow(Generic[M]):
     held: bool = False  # a block uses the first message
     next: int = 0  # number of the first message that has not arrived
     taken: int = 0  # number of the first message that has not been consumed
-    ready: deque[tuple[M | Missing, int]] = field(default_factory=deque)  # messages in order, each with its size
+    ready: deque[tuple[wire.Data | Missing, int]] = field(default_factory=deque)  # each message with its size
     end: int | None = None  # number behind the last message of a closing writer
-    _early: dict[int, tuple[M, int]] = field(default_factory=dict)  # messages behind a gap
-    _known: int = 0  # gaps below need a retransmission
-    _asked: int = 0  # gaps below were asked for
+    _known: int = 0  # messages below were sent before the latest data, and arrive only if the reader asks
+    _asked: int = 0  # messages below were asked for
     _acknowledged: int = 0
     _unacknowledged_bytes: int = 0
     _ready_bytes: int = 0
 
     def begin(self, first: int) -> None:
         """Set the number of the first message, before any message arrives."""
-        self.next = self.taken = self._known = self._asked = self._acknowledged = first
+        self.next = self.taken = self._acknowledged = first
 
     @property
     def released(self) -> int:
         """Number of the first message that the writer has to keep."""
         return self.next if self.skips else self.taken
 
-    def has(self, seq: int) -> bool:
-        """Return whether a message has arrived."""
-        return seq < self.next or seq in self._early
-
-    def arrived(self, seq: int, message: M, nbytes: int) -> bool:
-        """Add a message; return False for a duplicate.
+    def expects(self, seq: int) -> bool:
+        """Return whether a message is the next one; note a gap before the message.
 
         Raises:
             WireError: The number lies beyond the window.
         """
-        if self.has(seq):
-            return False
         if seq >= self.released + self.max_messages:
             raise WireError(f"message {seq} came while {self.released} is not finished with")
-        self._known = max(self._known, seq)
-        if seq != self.next:
-            self._early[seq] = message, nbytes
-            return True
-        self._append(message, nbytes)
-        while self._early and (early := self._early.pop(self.next, None)) is not None:
-            self._append(*early)
-        if self.skips:
-            self._unacknowledged_bytes += nbytes
-            self._keep_newest()
-        return True
+        if seq > self.next:
+            self._known = max(self._known, seq + 1)
+        return seq == self.next
 
-    def _append(self, message: M, nbytes: int) -> None:
+    def arrived(self, message: wire.Data, nbytes: int) -> None:
+        """Add the next message."""
         self.ready.append((message, nbytes))
         self._ready_bytes += nbytes
         self.next += 1
+        if self.skips:
+            self._unacknowledged_bytes += nbytes
+            self._keep_newest()
 
     def _keep_newest(self) -> None:
         """Lose the oldest messages while there are too many, or too many bytes."""
@@ -250,34 +240,18 @@ class ReceiveWindow(Generic[M]):
         """Note that earlier requests may be lost."""
         self._asked = self.next
 
-    def to_ask_for(self) -> list[tuple[int, int]]:
-        """Return the runs of messages to ask for now, which then count as asked for."""
-        start = max(self.next, self._asked)
-        end = self._known
-        if start >= end:
-            return []
-        runs: list[tuple[int, int]] = []
-        for seq in sorted(early for early in self._early if start <= early < end):
-            if start < seq:
-                runs.append((start, seq - 1))
-            start = seq + 1
-        if start < end:
-            runs.append((start, end - 1))
-        self._asked = end
-        if len(runs) > MAX_RANGES:
-            runs[MAX_RANGES - 1 :] = [(runs[MAX_RANGES - 1][0], runs[-1][1])]  # some messages arrive twice
-        return runs
+    def to_ask_for(self) -> int | None:
+        """Return the first message to ask for now, which then counts as asked for; None: there is none."""
+        if not self._asked <= self.next < self._known:
+            return None
+        self._asked = self._known
+        return self.next
 
     def lose(self, end: int) -> None:
-        """Replace all messages below ``end`` that have not arrived by `Missing`."""
-        while self.next < end or self.next in self._early:
-            early = self._early.pop(self.next, None)
-            if early is not None:
-                self._append(*early)
-                continue
-            last = min([end, *self._early]) - 1
-            self.ready.append((Missing(self.next, last), 0))
-            self.next = last + 1
+        """Replace all messages below ``end`` that have not arrived by a `Missing`."""
+        if self.next < end:
+            self.ready.append((Missing(self.next, end - 1), 0))
+            self.next = end
 
     def finished(self) -> None:
         """Remove the first message, which was consumed."""

@@ -60,7 +60,6 @@ HEAD_BYTES = ADDRESS_BYTES + HEADER.size
 MAX_FRAME_BYTES = PART_BYTES + 256  # encryption adds a few bytes
 MAX_SUBSCRIPTION_BYTES = 1024  # also bounds the frames of ZeroMQ's handshake
 MAX_CONTROL_BYTES = 64 * 1024
-MAX_RANGES = 64
 
 _Rank: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RANK)]
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
@@ -180,9 +179,9 @@ class Acknowledge(Control):
 
 
 class Resend(Control):
-    """The reader lacks these runs of messages, each from a first to a last number."""
+    """The reader lacks this message, and drops later ones: the writer sends everything from there on again."""
 
-    ranges: Annotated[list[tuple[_Count, _Count]], Meta(max_length=MAX_RANGES)]
+    first: _Count
 
 
 class Finished(Control):

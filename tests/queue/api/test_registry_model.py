@@ -31,7 +31,7 @@ class Message:
 class Transport:
     """Readers whose messages a window keeps, and nothing that carries them."""
 
-    def __init__(self, kind: str, window: SendWindow[Message]) -> None:
+    def __init__(self, kind: str, window: SendWindow) -> None:
         self.kind = kind
         self.window = window
         self.evicted: list[tuple[int, bool]] = []
@@ -64,7 +64,7 @@ class Readers(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(["raise", "evict", "hold"]), history=st.integers(0, 6))
     def begin(self, policy: Any, history: int) -> None:
         self.policy, self.history = policy, history
-        self.window: SendWindow[Message] = SendWindow(MOST, 1000, history)
+        self.window = SendWindow(MOST, 1000, history)
         self.transports = {kind: Transport(kind, self.window) for kind in OWN}
         self.registry = ReaderRegistry("q", policy)
         for kind, own in OWN.items():

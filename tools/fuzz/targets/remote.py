@@ -14,7 +14,7 @@ _FROM_READER = (
     wire.Hello(VERSION, b"q" * 16, b"t" * 32, 0, 7, "host", proven=True),
     wire.Hello(VERSION + 1, b"q" * 16, b"t" * 32, -1, 7, "host", proven=False, slow="skip", topic=_SECRET, history=3),
     wire.Acknowledge(5),
-    wire.Resend([(1, 2), (4, 4)]),
+    wire.Resend(3),
     wire.Finished(),
     wire.Leave(),
 )
