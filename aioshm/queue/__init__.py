@@ -1,7 +1,7 @@
 """The message queue: one writer, many readers."""
 
 from aioshm.queue.api import MessageQueue
-from aioshm.queue.groups.same_node import in_the_same_node_as
+from aioshm.queue.groups.process_group import in_the_same_node_as
 from aioshm.queue.groups.stateless import StatelessProcessGroup
 from aioshm.queue.handle import Handle
 from aioshm.queue.membership import ChangesLost, ReaderDied, ReaderInfo, ReaderJoined, ReaderLeft

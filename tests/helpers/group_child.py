@@ -17,7 +17,7 @@ from members import FileGroup
 
 from aioshm import MessageQueue, Options
 from aioshm.engine.compat.vllm import MessageQueue as VllmQueue
-from aioshm.queue.groups.same_node import in_the_same_node_as
+from aioshm.queue.groups.process_group import in_the_same_node_as
 from aioshm.queue.groups.stateless import StatelessProcessGroup
 
 create_from_process_group = MessageQueue.create_from_process_group

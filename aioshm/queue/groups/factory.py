@@ -17,8 +17,7 @@ from aioshm.process.background import in_thread
 from aioshm.queue.ends.factory import ReaderArguments, checked_ranks, create_reader, create_writer
 from aioshm.queue.ends.reader import Reader
 from aioshm.queue.ends.writer import Writer
-from aioshm.queue.groups.process_group import ObjectGroup, as_group, broadcast, check_rank, gather
-from aioshm.queue.groups.same_node import probe
+from aioshm.queue.groups.process_group import ObjectGroup, as_group, broadcast, check_rank, gather, probe
 from aioshm.queue.handle import Handle
 
 if TYPE_CHECKING:

@@ -1,21 +1,36 @@
-"""The collectives of a process group, and steps whose errors reach all ranks.
+"""The collectives of a process group, steps whose errors reach all ranks, and the test which ranks share memory.
 
 Ranks are the group's own, 0 to ``world_size`` - 1, not the global ranks of ``torch.distributed``.
 """
 
 from __future__ import annotations
 
+import hmac
+import logging
+import os
+import secrets
+import socket
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from aioshm.arguments import check_int, shown
-from aioshm.errors import GroupBroken, HandleError
+from aioshm.config import Options
+from aioshm.errors import GroupBroken, HandleError, LimitReached, SharedMemoryError
+from aioshm.lifeline.sockets import new_address, peer_credentials, remove, sockaddr
+from aioshm.process.limits import naming_limits
+from aioshm.ring.segment import Segment
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+logger: logging.Logger = logging.getLogger("aioshm.queue")
+
 T = TypeVar("T")
+
+_WHAT = "the test for shared memory"
+_SECRET_BYTES = 32
 
 
 @runtime_checkable
@@ -156,3 +171,84 @@ def _text(error: Exception | None) -> str | None:
 
 def _not_a_member() -> ValueError:
     return ValueError("pg is a process group that this process is no member of")
+
+
+# Which ranks share memory
+
+
+def in_the_same_node_as(
+    pg: ProcessGroup | ObjectGroup, source_rank: int = 0, *, options: Options | None = None
+) -> list[bool]:
+    """Return, by rank, which processes share memory with the process of one rank.
+
+    A collective that blocks: every rank calls it and gets the same list. Host names do not matter: rank ``source_rank``
+    listens where a queue's writer would, with a small segment if segments have names, and all other ranks connect and
+    map the segment like a queue's readers.
+
+    Args:
+        pg: A ``torch.distributed.ProcessGroup`` with a backend for the CPU such as gloo, a `StatelessProcessGroup`, or
+            an object with ``rank``, ``world_size``, ``broadcast_obj`` and ``all_gather_obj``.
+        source_rank: The rank in the group of the process to compare with.
+        options: The options of the future queue; only the source's count. None: from the source's environment.
+
+    Raises:
+        SharedMemoryError: The source cannot make a segment or a socket.
+        OutOfDescriptors: A limit of this process is reached.
+        HandleError: The same, at all other ranks.
+        ValueError, TypeError: An argument is out of range, or ``pg`` is no process group of this process.
+    """
+    group = as_group(pg)
+    check_rank("source_rank", source_rank, group.world_size)
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(f"options must be an Options or None, not {options!r}")
+    return probe(group, source_rank, options)
+
+
+def probe(group: ObjectGroup, source: int, options: Options | None) -> list[bool]:
+    """Run `in_the_same_node_as` with checked arguments."""
+    with ExitStack() as stack:
+
+        def invite() -> tuple[str, bytes, str | None]:
+            return _open_probe(stack, Options.from_env() if options is None else options, group.world_size)
+
+        address, secret, segment = broadcast(group, source, invite)
+        return gather(group, lambda: group.rank == source or _reaches(address, secret, segment))
+
+
+def _open_probe(stack: ExitStack, options: Options, world_size: int) -> tuple[str, bytes, str | None]:
+    """Listen until the stack ends; return the address, and content and name of a segment if segments have names."""
+    secret = secrets.token_bytes(_SECRET_BYTES)
+    name = None
+    with naming_limits(_WHAT):
+        if options.backing == "named":
+            segment = stack.enter_context(closing(Segment.create(_SECRET_BYTES, options.backing)))
+            segment.view[:_SECRET_BYTES] = secret
+            name = segment.name
+        address = new_address(options, secrets.token_bytes(16), "probe")
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        try:
+            listener.bind(sockaddr(address))
+            stack.callback(remove, address)
+            listener.listen(max(64, world_size))  # the kernel connects; nobody accepts
+        except OSError as error:
+            raise SharedMemoryError(error.errno, f"cannot listen on {address}: {error.strerror}") from None
+    return address, secret, name
+
+
+def _reaches(address: str, secret: bytes, segment: str | None) -> bool:
+    """Connect to the source's socket, which could pass descriptors, and open its segment, as a queue's reader would."""
+    try:
+        with naming_limits(_WHAT), socket.socket(socket.AF_UNIX) as sock:
+            sock.setblocking(False)
+            sock.connect(sockaddr(address))
+            if peer_credentials(sock)[1] != os.geteuid():
+                return False
+            if segment is None:
+                return True
+            with closing(Segment.open(segment, _SECRET_BYTES)) as opened:
+                return hmac.compare_digest(opened.view[:_SECRET_BYTES], secret)
+    except LimitReached:  # a queue over the network needs even more
+        raise
+    except Exception as error:  # a queue's reader would fail, too
+        logger.debug("no memory is shared with %s: %s", address, error)
+        return False
