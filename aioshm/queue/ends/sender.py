@@ -22,8 +22,8 @@ from aioshm.ring.slot import Slot, Slots
 from aioshm.wait.limits import Stall, seconds, settle
 
 if TYPE_CHECKING:  # a queue that has only local readers does not import ZeroMQ
-    from aioshm.queue.remote.messages import Outgoing
     from aioshm.queue.remote.readers import RemoteReaders
+    from aioshm.queue.remote.window import Outgoing
 
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")

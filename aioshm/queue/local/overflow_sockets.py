@@ -29,8 +29,9 @@ from aioshm.lifeline.sockets import new_address
 from aioshm.process.limits import Reserve, naming_limits, start_thread
 from aioshm.queue.local.overflow import OverflowReader, pack_marker
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.messages import Outgoing, pack
+from aioshm.queue.remote.messages import pack
 from aioshm.queue.remote.sockets import DataPublisher, DataSubscriber
+from aioshm.queue.remote.window import Outgoing
 from aioshm.ring.segment import check_memory
 from aioshm.zeromq.endpoint import BoundFile, attach
 from aioshm.zeromq.pump import Pump

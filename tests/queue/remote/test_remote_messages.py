@@ -19,7 +19,8 @@ from support import until
 from aioshm import MessageQueue, PeerDied
 from aioshm.codec.frames import INLINE, RAW, body_bytes, split_body
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.messages import Assembly, Outgoing, pack
+from aioshm.queue.remote.messages import Assembly, pack
+from aioshm.queue.remote.window import Outgoing
 from aioshm.queue.remote.wire import ONE_FRAME_BYTES, PART_BYTES
 
 SECRET = bytes(wire.SECRET_BYTES)
