@@ -33,7 +33,7 @@ from statistics import fmean
 from subprocess import DEVNULL, PIPE, Popen
 
 from aioshm import Handle, MessageQueue, QueueClosed
-from aioshm.observe.scan import RingFile, find_rings
+from aioshm.observe.queues import Ring, find_rings
 from aioshm.ring.header import read_header
 from benchmarks.framework.crew import BenchmarkError, Boss, Crew
 from benchmarks.framework.harness import Settings, main, progress
@@ -143,7 +143,7 @@ def _drain(fd: int) -> None:
 class Run:
     """The queue that is measured in parts of some seconds, and its observers."""
 
-    ring: RingFile
+    ring: Ring
     looking: Observers
     seconds: float
 
@@ -199,7 +199,6 @@ async def run(settings: Settings, report: Report) -> None:
             lines = await looking.look(max(settings.seconds * PARTS_OF_COST, PERIOD_S))
             once = 100 * (looking.cpu_s() - cpu_s) / (time.monotonic() - began)
             report.result(AS_EVER, "aioshm").add(observers_cpu_percent=once, scraped_lines=lines)
-        ring.close()
     _conclude(report, blocks, once)
 
 
@@ -250,7 +249,7 @@ async def _found(looking: Observers) -> None:
         await asyncio.sleep(PERIOD_S / 10)
 
 
-def _ring_of(handle: Handle) -> RingFile:
+def _ring_of(handle: Handle) -> Ring:
     [found] = [ring for ring in find_rings()[0] if ring.queue_id == handle.queue_id.hex()]
     return found
 

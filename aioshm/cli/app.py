@@ -19,6 +19,7 @@ import typer
 from typer.main import get_command
 
 import aioshm
+from aioshm.errors import AioshmError
 
 T = TypeVar("T")
 
@@ -33,11 +34,8 @@ _INTERRUPTED = 128 + signal.SIGINT
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer has no public name for it
 
 _COMMANDS = {
-    "demo": "aioshm.cli.demo",
-    "doctor": "aioshm.cli.doctor",
-    "events": "aioshm.cli.events",
-    **dict.fromkeys(("export", "ls", "inspect", "who", "dump"), "aioshm.cli.inspection"),
-    "top": "aioshm.cli.top",
+    **{name: f"aioshm.cli.{name}" for name in ("demo", "doctor", "events")},
+    **dict.fromkeys(("export", "ls", "inspect", "top", "who", "dump"), "aioshm.cli.inspection"),
 }
 """The sub-commands, and the modules with functions of these names."""
 
@@ -109,6 +107,8 @@ def _run(args: Sequence[str]) -> int:
         message = " ".join(str(getattr(error, "format_message", error.__str__)()).split())
         path = getattr(getattr(error, "ctx", None), "command_path", "aioshm")
         raise CommandFailed(f"{message.rstrip('.')} (see {path} --help)", UNUSABLE) from None
+    except (AioshmError, ImportError, ValueError, FileNotFoundError) as error:  # of what the user asked for
+        raise CommandFailed(str(error), UNUSABLE) from None
     except typer.Abort:
         code = _INTERRUPTED
     if code == _INTERRUPTED:

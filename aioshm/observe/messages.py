@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import codecs
 import struct
-from collections.abc import Iterator
+from contextlib import suppress
 from time import monotonic_ns
 
 import msgspec
 
 from aioshm.codec.frames import HEADER, INLINE, MAX_BUFFERS, OVERFLOW, PLACED, RAW
 from aioshm.codec.registry import name_of_code
-from aioshm.observe.scan import RingFile
+from aioshm.observe.queues import Ring
+from aioshm.ring import layout as at
 from aioshm.ring.header import read_header
-from aioshm.ring.layout import (
-    CHUNK,
-    CHUNK_HEADER_BYTES,
-    LINE,
-    OVERFLOW_SIZE,
-    SIZE,
-    SLOT_HEADER_BYTES,
-    chunk_at,
-    round_up,
-)
 
 PREVIEW_BYTES = 64
 
@@ -30,7 +21,7 @@ _KINDS = {INLINE: "inline", OVERFLOW: "overflow", RAW: "raw"}
 _SEQ_AT = 8
 _U64 = struct.Struct("<Q")
 _U32 = struct.Struct("<I")
-_SEGMENT = OVERFLOW_SIZE - 4  # u32: its number; see queue/local/overflow.py
+_SEGMENT_NUMBER = at.OVERFLOW_SIZE - 4  # u32; see queue/local/overflow.py
 
 
 class MessageHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,83 +55,70 @@ class MessageHeader(msgspec.Struct, frozen=True, kw_only=True):
     preview_text: str | None = None
 
 
-def _text(preview: bytes, is_whole: bool) -> str | None:
-    """Return a preview as text, if it is printable UTF-8; the last letter may be cut off unless it is whole."""
-    try:
-        text, _ = codecs.utf_8_decode(preview, "strict", is_whole)
-    except UnicodeDecodeError:
-        return None
-    return text if text.isprintable() else None
-
-
-def last_messages(ring: RingFile, number: int, *, bodies: bool = False) -> list[MessageHeader]:
+def last_messages(ring: Ring, number: int, *, bodies: bool = False) -> list[MessageHeader]:
     """Return the latest messages of a queue, the oldest first, without messages that are being overwritten.
 
     Args:
-        ring: The queue's ring.
+        ring: The queue's ring, see `Watch.ring`.
         number: How many, at most; the ring holds `Layout.slots`.
-        bodies: Whether to show the first bytes of each.
+        bodies: Whether to show the first bytes of each. Nothing is decoded.
     """
     if number < 1:
         raise ValueError(f"number must be at least 1, not {number}")
-    header = read_header(ring.read(0, ring.layout.header_bytes))
-    ranks = [row.rank for row in header.readers]
-    first = max(0, header.writer.messages - min(number, ring.layout.slots))
-    return list(_messages(ring, range(first, header.writer.messages), ranks, bodies))
-
-
-def _messages(ring: RingFile, numbers: range, ranks: list[int], bodies: bool) -> Iterator[MessageHeader]:
     layout = ring.layout
-    for seq in numbers:
-        index = seq % layout.slots
-        slot = layout.slot(index)
-        head = ring.read(slot, SLOT_HEADER_BYTES)
-        flags = ring.read(layout.flags(index), layout.flag_bytes)
-        if len(head) < SLOT_HEADER_BYTES or not flags[0] or _U64.unpack_from(head, _SEQ_AT)[0] != seq:
+    header = read_header(ring.read(0, layout.header_bytes))
+    found = []
+    for seq in range(max(0, header.writer.messages - min(number, layout.slots)), header.writer.messages):
+        slot = layout.slot(seq % layout.slots)
+        head = ring.read(slot, at.SLOT_HEADER_BYTES)
+        flags = ring.read(layout.flags(seq % layout.slots), layout.flag_bytes)
+        if len(head) < at.SLOT_HEADER_BYTES or not flags[0] or head[_SEQ_AT : _SEQ_AT + 8] != _U64.pack(seq):
             continue
-        message = _message(ring, head, slot, seq, bodies)
-        if ring.read(slot + _SEQ_AT, 8) != _U64.pack(seq):
-            continue  # the writer has overwritten the slot meanwhile
-        unread = tuple(rank for rank, read in zip(ranks, flags[1:], strict=True) if not read)
-        yield msgspec.structs.replace(message, unread_by=unread)
+        unread = tuple(row.rank for row, read in zip(header.readers, flags[1:], strict=True) if not read)
+        message = _message(ring, head, slot, unread, bodies)
+        if ring.read(slot + _SEQ_AT, 8) == _U64.pack(seq):  # the writer has not overwritten the slot meanwhile
+            found.append(message)
+    return found
 
 
-def _message(ring: RingFile, head: bytes, slot: int, seq: int, bodies: bool) -> MessageHeader:
-    kind, code, how, n_buffers, _, at_ns, main_bytes = HEADER.unpack_from(head)
-    chunk = _U64.unpack_from(head, CHUNK)[0]  # number of the chunk + 1; 0: none
-    place = (slot + SLOT_HEADER_BYTES, ring.layout.inline_bytes)
+def _message(ring: Ring, head: bytes, slot: int, unread: tuple[int, ...], bodies: bool) -> MessageHeader:
+    kind, code, how, n_buffers, seq, at_ns, main_bytes = HEADER.unpack_from(head)
+    chunk = _U64.unpack_from(head, at.CHUNK)[0]  # number of the chunk + 1; 0: none
+    nbytes = _U64.unpack_from(head, at.SIZE)[0] or main_bytes
+    begin = slot + at.SLOT_HEADER_BYTES
+    room = ring.layout.inline_bytes
     where = "slot"
-    nbytes = main_bytes
+    if kind == OVERFLOW:
+        nbytes = _U64.unpack_from(head, at.OVERFLOW_SIZE)[0]
+        where = f"segment {_U32.unpack_from(head, _SEGMENT_NUMBER)[0]}"
+        room = 0
+    elif chunk and (found := at.chunk_at(ring.layout.pools, chunk - 1)) is not None:
+        where = f"chunk {chunk - 1}"
+        begin = found[0] + at.CHUNK_HEADER_BYTES
+        room = found[1]
+    elif chunk:  # garbage
+        where = "nowhere"
+        room = 0
     preview_hex = None
     preview_text = None
-    if kind == OVERFLOW:
-        nbytes = _U64.unpack_from(head, OVERFLOW_SIZE)[0]
-        where = f"segment {_U32.unpack_from(head, _SEGMENT)[0]}"
-    elif chunk and (found := chunk_at(ring.layout.pools, chunk - 1)) is None:
-        where = "nowhere"
-    else:
-        nbytes = _U64.unpack_from(head, SIZE)[0] or main_bytes
-        if chunk and found is not None:
-            where = f"chunk {chunk - 1}"
-            place = (found[0] + CHUNK_HEADER_BYTES, found[1])
-        begin = place[0] + round_up(8 * n_buffers, LINE)  # after the table of the buffers
-        if bodies and how != PLACED and n_buffers <= MAX_BUFFERS and begin + main_bytes <= sum(place):
-            preview = ring.read(begin, min(PREVIEW_BYTES, main_bytes))
-            preview_hex = preview.hex()
-            preview_text = _text(preview, len(preview) == main_bytes)
-    codec = ""
-    if kind != RAW:
-        codec = name_of_code(code)
+    table = at.round_up(8 * n_buffers, at.LINE)  # of the buffers, before the main part
+    if bodies and room and how != PLACED and n_buffers <= MAX_BUFFERS and table + main_bytes <= room:
+        preview = ring.read(begin + table, min(PREVIEW_BYTES, main_bytes))
+        preview_hex = preview.hex()
+        with suppress(UnicodeDecodeError):  # the last letter may be cut off
+            text, _ = codecs.utf_8_decode(preview, "strict", len(preview) == main_bytes)
+            if text.isprintable():
+                preview_text = text
     return MessageHeader(
         seq=seq,
         kind=_KINDS.get(kind, f"kind {kind}"),
-        codec=codec,
+        codec="" if kind == RAW else name_of_code(code),
         bytes=nbytes,
         main_bytes=main_bytes,
         buffers=n_buffers,
         where=where,
         age_s=max(0, monotonic_ns() - at_ns) / 1e9,
-        unread_by=(),
+        unread_by=unread,
         preview_hex=preview_hex,
         preview_text=preview_text,
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from aioshm.deferred import import_extra
-from aioshm.observe.metrics import Metric, Observer, Sample, process_metrics
+from aioshm.observe.metrics import SECTIONS, Metric, Observer, Sample
 from aioshm.ring.header import Latency
 
 if TYPE_CHECKING:
@@ -17,12 +18,8 @@ if TYPE_CHECKING:
 
     from aioshm.queue.tracing import TraceContext
 
-SYSTEM = "aioshm"
-SENT = "messaging.client.sent.messages"
-CONSUMED = "messaging.client.consumed.messages"
-
+_SYSTEM = "aioshm"
 _QUANTILES = (0.5, 0.99)
-_INTERFACE = "aioshm"
 
 
 class OpenTelemetryMetrics(Observer):
@@ -50,18 +47,24 @@ class OpenTelemetryMetrics(Observer):
         api = import_extra("opentelemetry.metrics", "opentelemetry", "OpenTelemetryMetrics needs OpenTelemetry's API")
         self._observation: type[Observation] = api.Observation
         self._closed = False
-        meter = api.get_meter(_INTERFACE, meter_provider=meter_provider)
+        meter = api.get_meter(_SYSTEM, meter_provider=meter_provider)
         super().__init__(*observed)
         sent = [functools.partial(self._messages, "writer", "send")]
-        meter.create_observable_counter(SENT, sent, "{message}", "Messages that a writer has sent.")
+        meter.create_observable_counter(
+            "messaging.client.sent.messages", sent, "{message}", "Messages that a writer has sent."
+        )
         consumed = [functools.partial(self._messages, "reader", "receive")]
-        meter.create_observable_counter(CONSUMED, consumed, "{message}", "Messages that a reader has received.")
-        for metric in process_metrics():
+        meter.create_observable_counter(
+            "messaging.client.consumed.messages", consumed, "{message}", "Messages that a reader has received."
+        )
+        sections = [section for title, section in SECTIONS.items() if not title.startswith("host")]
+        for metric in chain.from_iterable(sections):
             create = meter.create_observable_gauge
             if metric.kind == "counter":
                 create = meter.create_observable_counter
             observe = [functools.partial(self._observe, metric)]
-            create(f"aioshm.{_dotted(metric.name)}", observe, metric.unit, metric.help)
+            first, _, rest = metric.name.partition("_")
+            create(f"aioshm.{first}.{rest.removesuffix('_seconds')}", observe, metric.unit, metric.help)
 
     def close(self) -> None:
         """Stop observing all objects: a meter's instruments cannot be removed."""
@@ -77,10 +80,10 @@ class OpenTelemetryMetrics(Observer):
     def _messages(self, side: str, name: str, _: CallbackOptions) -> Iterator[Observation]:
         for metric, labels, value in self._samples():
             if metric.name == "queue_messages" and labels[1] == side:
-                attributes = operation(labels[0], name)
+                attributes = _operation(labels[0], name)
                 if labels[2]:
                     attributes["aioshm.rank"] = labels[2]
-                yield self._observation(int(value), attributes)  # type: ignore[arg-type]
+                yield self._observation(int(value), attributes)
 
     def _observe(self, wanted: Metric, _: CallbackOptions) -> Iterator[Observation]:
         for metric, labels, value in self._samples():
@@ -95,10 +98,10 @@ class OpenTelemetryMetrics(Observer):
                     yield self._observation(quantile, {**attributes, "aioshm.quantile": str(q)})
 
 
-def operation(queue: str, name: str) -> dict[str, str]:
+def _operation(queue: str, name: str) -> dict[str, str]:
     """Return the attributes of ``"send"``, ``"receive"`` or ``"process"``, by the conventions."""
     return {
-        "messaging.system": SYSTEM,
+        "messaging.system": _SYSTEM,
         "messaging.operation.name": name,
         "messaging.operation.type": name,
         "messaging.destination.name": queue,
@@ -127,13 +130,13 @@ def process_span(reader: Any, *, count: int = 1, tracer: Tracer | None = None, p
     contexts: list[TraceContext | None] = reader.trace_contexts(count)
     sent = [context for context in contexts if context is not None]
     queue = reader.stats().queue
-    attributes: dict[str, Any] = dict(operation(queue, "process"))
+    attributes: dict[str, Any] = dict(_operation(queue, "process"))
     if count > 1:
         attributes["messaging.batch.message_count"] = count
     context = None
     if parent and sent:
         context = sent[-1].context()
-    with (tracer or api.get_tracer(_INTERFACE)).start_as_current_span(
+    with (tracer or api.get_tracer(_SYSTEM)).start_as_current_span(
         f"process {queue}",
         context=context,
         kind=api.SpanKind.CONSUMER,
@@ -141,9 +144,3 @@ def process_span(reader: Any, *, count: int = 1, tracer: Tracer | None = None, p
         attributes=attributes,
     ) as span:
         yield span
-
-
-def _dotted(name: str) -> str:
-    """Return a metric's name by OpenTelemetry's conventions."""
-    first, _, rest = name.partition("_")
-    return f"{first}.{rest.removesuffix('_seconds')}"

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Collection
@@ -15,7 +14,7 @@ from typing import Literal, TypeAlias, get_args
 import msgspec
 
 from aioshm.config import Options
-from aioshm.observe.scan import RESCAN_S, Segment, find_segments
+from aioshm.observe.queues import RESCAN_S, Segment, find_segments
 from aioshm.observe.suspects import WINDOW_S
 from aioshm.process.proc import STOPPED_STATES, child_name, parent_of, process_info, process_state
 from aioshm.process.progress import (
@@ -151,25 +150,23 @@ def named(name: str) -> tuple[Kind, str, int]:
 class _Process:
     """A process, and its cell."""
 
-    def __init__(self, segment: Segment, pid: int, parent: int, history: History) -> None:
+    def __init__(self, segment: Segment, pid: int, parent: int, warning_s: float) -> None:
         self.segment: Segment = segment
-        self.history: History = history
+        self.history: History = History(warning_s)
         self.pid: int = pid
         self._parent = parent
         self._name = child_name(pid) or process_info(pid).command
-        self._kind, self._group, self._rank = named(self._name)
+        self._kind, group, self._rank = named(self._name)
         self._program = process_info(parent).command
-
-    @property
-    def order(self) -> tuple[int, int, str, int]:
-        return self._parent, get_args(Kind).index(self._kind), self._group, self._rank
+        self.order: tuple[int, int, str, int] = (parent, get_args(Kind).index(self._kind), group, self._rank)
 
     def look(self) -> StartedProcess | None:
-        """Read the cell; None: the process is gone, or the file is not a cell."""
-        sample = parse_cell(self.read(CELL_BYTES, 0))
+        """Read the cell; None: the process is gone, or the file is not a cell: it may be anybody's, or truncated."""
+        cell = self.segment.read(0, CELL_BYTES)
         kernel_state = process_state(self.pid)
-        if sample is None or kernel_state in ("gone", "zombie"):
+        if len(cell) != CELL_BYTES or parse(cell).phase not in _PHASES or kernel_state in ("gone", "zombie"):
             return None
+        sample = parse(cell)
         state, seconds = self.history.look(sample, time.monotonic_ns())
         if kernel_state in STOPPED_STATES:
             state = "stopped"
@@ -193,48 +190,19 @@ class _Process:
             steps_per_s=self.history.steps_per_s,
         )
 
-    def read(self, length: int, offset: int) -> bytes:
-        fd = self.segment.open()
-        try:
-            return os.pread(fd, length, offset)
-        finally:
-            os.close(fd)
-
-    def written(self, seconds: float) -> tuple[str, float]:
-        """Return the stacks that the process has written in the last ``seconds``, and how long ago; or nothing."""
-        fd = self.segment.open()
-        try:
-            age_s = time.time() - os.fstat(fd).st_mtime
-            text = ""
-            if age_s <= seconds:
-                text = os.pread(fd, _MAX_STACK_BYTES, STACK_OFFSET).decode(errors="replace")
-            return text, age_s
-        finally:
-            os.close(fd)
-
-
-def parse_cell(cell: bytes) -> Sample | None:
-    """Return the reading of a cell; None for any other bytes: the file may be anybody's, or truncated."""
-    if len(cell) != CELL_BYTES or parse(cell).phase not in _PHASES:
-        return None
-    return parse(cell)
-
 
 class StartedProcesses:
     """Reads the cells of this user's processes on this host again and again.
 
-    Args:
-        warning_s: Seconds without progress after which a busy process is stalled; None: ``AIOSHM_STALL_WARNING_S``.
+    A busy process is stalled after ``AIOSHM_STALL_WARNING_S`` without progress.
 
     Raises:
         ValueError: The environment variable is invalid.
     """
 
-    def __init__(self, warning_s: float | None = None) -> None:
-        if warning_s is None:
-            warning_s = Options.from_env().stall_warning_s
-        self._warning_s: float = warning_s
-        self._processes: list[_Process] = []
+    def __init__(self) -> None:
+        self._warning_s = Options.from_env().stall_warning_s
+        self._processes: dict[object, _Process] = {}  # by cell and pid
         self._due = 0.0
 
     def look(self) -> tuple[StartedProcess, ...]:
@@ -247,16 +215,17 @@ class StartedProcesses:
             self._search()
             self._due = time.monotonic() + RESCAN_S
         found = []
-        for process in self._processes:
+        for process in sorted(self._processes.values(), key=lambda process: process.order):
             with suppress(OSError):
-                found.append(process.look())
-        return tuple(each for each in found if each is not None)
+                if (seen := process.look()) is not None:
+                    found.append(seen)
+        return tuple(found)
 
     def settle(self) -> tuple[StartedProcess, ...]:
         """Look until each idle process has shown that its event loop runs, or counts as stalled: 1.5 s at most."""
         found = self.look()
         deadline = time.monotonic() + QUIET_LOOP_S + 2 * _PAUSE_S
-        while any(process.history.is_unsure for process in self._processes) and time.monotonic() < deadline:
+        while any(each.history.is_unsure for each in self._processes.values()) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
             found = self.look()
         return found
@@ -264,26 +233,24 @@ class StartedProcesses:
     def report(self, process: StartedProcess) -> ProcessReport:
         """Describe a process; without py-spy, by the stacks that its supervisor has read during the present stall."""
         report = spied_report(process.pid)
-        if report.stacks:
+        segment = next((each.segment for each in self._processes.values() if each.pid == process.pid), None)
+        if report.stacks or segment is None:
             return report
-        for each in self._processes:
-            if each.pid == process.pid:
-                with suppress(OSError):
-                    text, age_s = each.written(process.seconds)
-                    if stacks := parse_faulthandler(text):
-                        report = process_report(process.pid, stacks, "")
-                        return msgspec.structs.replace(report, hint=_AS_REPORTED.format(age_s))
+        with suppress(OSError):
+            age_s = time.time() - segment.status().st_mtime
+            text = segment.read(STACK_OFFSET, _MAX_STACK_BYTES).decode(errors="replace")
+            if age_s <= process.seconds and (stacks := parse_faulthandler(text)):
+                report = process_report(process.pid, stacks, _AS_REPORTED.format(age_s))
         return report
 
     def _search(self) -> None:
-        known = {(each.segment.identity, each.pid): each for each in self._processes}
-        self._processes = []
+        before = self._processes
+        self._processes = {}
         for segment in find_segments(_CELLS)[0]:
-            if owner := _owner(segment.holders):
-                found = known.get((segment.identity, owner[0]))
+            if owner := _owner(segment.paths):
+                key = (segment.identity, owner[0])
                 with suppress(OSError):
-                    self._processes.append(found or _Process(segment, *owner, History(self._warning_s)))
-        self._processes.sort(key=lambda process: process.order)
+                    self._processes[key] = before.get(key) or _Process(segment, *owner, self._warning_s)
 
 
 def _owner(holders: Collection[int]) -> tuple[int, int] | None:

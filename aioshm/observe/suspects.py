@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from aioshm.observe.scan import RingFile, Watch, chosen
-from aioshm.observe.snapshot import End, QueueSnapshot
-from aioshm.process.proc import HUNG_STATES, wait_channel
+from aioshm.observe.queues import End, QueueSnapshot, Ring, Watch, chosen
+from aioshm.process.proc import wait_channel
 from aioshm.process.stacks import Frame, Stack, spied_report
 
 Kind = Literal["gone", "stopped", "absent", "blocked", "slow", "writer blocked", "writer idle"]
@@ -26,6 +26,11 @@ WINDOW_S = 0.25
 
 _TRIES = 5
 """Reads of the stack of a slow process: its event loop may wait at the moment of one read."""
+_STOPPED = {
+    "stopped": "its process is stopped (SIGSTOP or Ctrl-Z): kill -CONT continues it",
+    "tracing-stop": "its process is stopped by a debugger",
+    "frozen": "its process is frozen, with its cgroup",
+}
 
 
 class Suspect(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,8 +68,21 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind in GRAVE
 
 
-Found: TypeAlias = tuple[Kind, End, str]
-"""The kind of trouble, an end, and a text."""
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The ends that hold a queue up.
+
+    Attributes:
+        queue: The queue.
+        suspects: These ends, the gravest first; empty: the queue moves.
+        held_up: Whether an end holds the queue up: the first of the suspects, at least.
+    """
+
+    queue: QueueSnapshot
+    suspects: tuple[Suspect, ...]
+    held_up: bool
+
+
+_Found: TypeAlias = tuple[Kind, End, str]
 
 
 def suspects(
@@ -74,18 +92,24 @@ def suspects(
     awaited: Collection[int],
     channels: Mapping[int, str],
 ) -> tuple[Suspect, ...]:
-    """Return the ends that hold a queue up, the gravest first; none if the queue moves."""
-    found = [*_hung(now)]
-    known = {end.pid for _, end, _ in found}
+    """Return the ends that hold a queue up, the gravest first; none if the queue moves.
+
+    Args:
+        before: An earlier snapshot of the same queue.
+        now: The snapshot to judge.
+        keeping: Indices of readers that a parked writer waits for.
+        awaited: Indices of vacant readers that the writer waits for.
+        channels: The kernel functions in which processes sleep, by pid.
+    """
+    found = list(_hung(now))
     found += [("absent", now.readers[place], "no process has attached yet") for place in sorted(awaited)]
     seconds = max((now.taken_ns - before.taken_ns) / 1e9, 1e-9)
     for place, (then, reader) in enumerate(zip(before.readers, now.readers, strict=True)):
-        if reader.there and reader.pid not in known:
+        if reader.there and not reader.hangs:
             found += _behind(now, then, reader, place in keeping, seconds, channels.get(reader.pid, ""))
     if not found:
         found += _silent(before, now, channels.get(now.writer.pid, ""))
     order = [*GRAVE, "writer idle"]
-    found.sort(key=lambda each: (order.index(each[0]), each[1].rank))
     return tuple(
         Suspect(
             kind=kind,
@@ -97,44 +121,40 @@ def suspects(
             text=text,
             wait_channel=channels.get(end.pid, ""),
         )
-        for kind, end, text in found
+        for kind, end, text in sorted(found, key=lambda each: (order.index(each[0]), each[1].rank))
     )
 
 
-def _hung(now: QueueSnapshot) -> Iterator[Found]:
+def _hung(now: QueueSnapshot) -> Iterator[_Found]:
     """Find the ends of processes that do not run."""
     for end in now.ends:
-        if not end.there or not end.pid or end.state not in HUNG_STATES:
+        if not end.hangs or not end.pid:
             continue
-        if end.state in ("gone", "zombie", "dead"):
+        if end.state in _STOPPED:
+            yield "stopped", end, _STOPPED[end.state]
+        elif end.state == "disk-sleep":
+            kind: Kind = "writer blocked"
+            if end.side == "reader":
+                kind = "blocked"
+            yield kind, end, "its process waits for a disk"
+        else:
             held = ", and its place is held for another one" * (end.membership == "held")
             yield "gone", end, f"its process is gone{held}"
-        elif end.state == "stopped":
-            yield "stopped", end, "its process is stopped (SIGSTOP or Ctrl-Z): kill -CONT continues it"
-        elif end.state == "tracing-stop":
-            yield "stopped", end, "its process is stopped by a debugger"
-        elif end.state == "frozen":
-            yield "stopped", end, "its process is frozen, with its cgroup"
-        elif end.side == "writer":
-            yield "writer blocked", end, "its process waits for a disk"
-        else:
-            yield "blocked", end, "its process waits for a disk"
 
 
-def _behind(now: QueueSnapshot, then: End, reader: End, keeps: bool, seconds: float, channel: str) -> Iterator[Found]:
+def _behind(now: QueueSnapshot, then: End, reader: End, keeps: bool, seconds: float, channel: str) -> Iterator[_Found]:
     """Find out whether a reader with a lag holds the queue up."""
     taken = reader.messages - then.messages
     if not reader.lag or not (keeps or then.lag):
         return
     behind = f"{reader.lag} message{'s' * (reader.lag != 1)} behind"
     if taken <= 0:
-        text = f"took nothing in the last {seconds:.1f} s, {behind}: {_why(reader, channel)}"
-        yield "blocked", reader, text
+        yield "blocked", reader, f"took nothing in the last {seconds:.1f} s, {behind}: {_why(reader, channel)}"
     elif keeps or (reader.lag >= then.lag and reader.lag > LONG_LAG * now.header.slots):
         yield "slow", reader, f"takes {taken / seconds:,.0f} messages a second, {behind}"
 
 
-def _silent(before: QueueSnapshot, now: QueueSnapshot, channel: str) -> Iterator[Found]:
+def _silent(before: QueueSnapshot, now: QueueSnapshot, channel: str) -> Iterator[_Found]:
     """Find out why a writer publishes nothing although its readers have read everything."""
     writer = now.writer
     if not writer.there or writer.pid == 0 or writer.messages > before.writer.messages:
@@ -159,20 +179,6 @@ def _loop_waits(channel: str) -> bool:
     return "poll" in channel or "select" in channel
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The ends that hold a queue up.
-
-    Attributes:
-        queue: The queue.
-        suspects: These ends, the gravest first; empty: the queue moves.
-        held_up: Whether an end holds the queue up: the first of the suspects, at least.
-    """
-
-    queue: QueueSnapshot
-    suspects: tuple[Suspect, ...]
-    held_up: bool
-
-
 def who(key: str | None = None, *, window_s: float = WINDOW_S) -> tuple[Report, ...]:
     """Find the ends that hold queues up. No process is stopped or signalled for this.
 
@@ -185,52 +191,38 @@ def who(key: str | None = None, *, window_s: float = WINDOW_S) -> tuple[Report, 
         NoProc: There is no ``/proc``.
         QueueNotFound: No queue matches; the text lists all queues.
     """
-    with Watch() as watch:
-        before = {queue.header.queue_id: queue for queue in watch.look()}
-        wanted: Collection[str] = before
-        if key is not None:
-            wanted = _wanted(key, list(before.values()))
-        time.sleep(window_s)
-        found = [queue for queue in watch.look() if queue.header.queue_id in wanted]
-        return tuple(_report(watch.ring(queue), before[queue.header.queue_id], queue) for queue in found)
+    watch = Watch()
+    before = {queue.header.queue_id: queue for queue in watch.look()}
+    wanted = set(before)
+    if key is not None:
+        wanted = {name for name, queue in before.items() if key in [str(end.pid) for end in queue.ends if end.there]}
+        wanted = wanted or {chosen(key, before.values()).header.queue_id}
+    time.sleep(window_s)
+    reports = []
+    for queue in watch.look():
+        if queue.header.queue_id in wanted:
+            with suppress(FileNotFoundError):  # the queue has ended meanwhile
+                reports.append(_report(watch.ring(queue), before[queue.header.queue_id], queue))
+    return tuple(reports)
 
 
-def _wanted(key: str, queues: list[QueueSnapshot]) -> set[str]:
-    """Return the ids of the queues of a process, or of the queue with the key."""
-    found: set[str] = set()
-    for queue in queues:
-        if key in [str(end.pid) for end in queue.ends if end.there]:
-            found.add(queue.header.queue_id)
-    return found or {chosen(key, queues).header.queue_id}
-
-
-def _report(ring: RingFile, before: QueueSnapshot, now: QueueSnapshot) -> Report:
-    keeping, awaited = _flags(ring, now)
-    channels = {end.pid: wait_channel(end.pid) for end in now.ends if end.pid}
-    found = tuple(_with_stacks(suspect) for suspect in suspects(before, now, keeping, awaited, channels))
-    return Report(queue=now, suspects=found, held_up=any(suspect.grave for suspect in found))
-
-
-def _flags(ring: RingFile, now: QueueSnapshot) -> tuple[list[int], list[int]]:
-    """Return the indices of attached and of vacant readers that the writer waits for."""
+def _report(ring: Ring, before: QueueSnapshot, now: QueueSnapshot) -> Report:
     layout = ring.layout
     writer = now.header.writer
     keeping: list[int] = []
     if writer.parked:
         flags = ring.read(layout.flags(writer.wants % layout.slots), layout.flag_bytes)
         keeping = [place for place, read in enumerate(flags[1:]) if flags[0] and not read]
-    flags = ring.read(
-        layout.flags(0), layout.flag_bytes
-    )  # readers without a process, which the writer does not wait for, have their flags set
-    awaited = []
-    for place, (end, read) in enumerate(zip(now.readers, flags[1:], strict=True)):
-        if end.membership == "absent" and not read:
-            awaited.append(place)
-    return keeping, awaited
+    # Readers without a process, which the writer does not wait for, have their flags set.
+    flags = ring.read(layout.flags(0), layout.flag_bytes)
+    awaited = [n for n, end in enumerate(now.readers) if end.membership == "absent" and not flags[1 + n]]
+    channels = {end.pid: wait_channel(end.pid) for end in now.ends if end.pid}
+    found = suspects(before, now, keeping, awaited, channels)
+    held_up = any(suspect.grave for suspect in found)
+    return Report(queue=now, suspects=tuple(map(_with_stacks, found)), held_up=held_up)
 
 
 def _with_stacks(suspect: Suspect) -> Suspect:
-    """Add the stacks of the process."""
     if not suspect.pid or suspect.kind == "gone":
         return suspect
     tries = 1

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from rich.text import Text
 from aioshm import MessageQueue
 from aioshm.cli import tables
 from aioshm.cli.app import run
-from aioshm.cli.tables import Column, Table
-from aioshm.cli.top import KEYS, ordered
+from aioshm.cli.inspection import KEYS, ordered
 from aioshm.process import proc
 
 NAME = "inspected"
@@ -93,7 +91,7 @@ class TestLs:
         assert own(found["queues"])["header"]["writer"]["messages"] == 1
 
     def test_nothing_there(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("aioshm.observe.scan.find_rings", lambda *_: ([], 3))
+        monkeypatch.setattr("aioshm.observe.queues.find_rings", lambda *_: ([], 3))
         assert run(["ls", "--interval", "0"]) == 0
         out = capsys.readouterr().out
         assert "no queue of this user is open on this host" in out
@@ -310,18 +308,18 @@ class TestWidth:
         assert len(second) == 80
 
     def test_cells_that_do_not_fit_get_own_lines(self) -> None:
+        names = ("queue", "end", "state", "lag", "command")
         ends: list[list[str | Text]] = [
             ["steps", "writer", Text("stopped", "bold red"), "7", "python a.py b"],
             ["steps", "reader 0", Text("ok"), "12345", "python"],
             ["other", "writer", Text("ok"), "0", "python-with-a-very-long-name"],
         ]
-        names = ("queue", "end", "state", "lag", "command")
-        columns = [Column(name, itemgetter(number), name != "lag") for number, name in enumerate(names)]
-        rows = Table(columns, ends, lambda row: "dim" * (row[1] == "reader 0"), head=True, tail=True)
+        rows = [dict(zip(names, end, strict=True)) for end in ends]
 
         def drawn(width: int) -> list[str]:
             console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="standard")
-            console.print(rows)
+            for line in tables.table(rows, width, head=True, tail=True):
+                console.print(line, soft_wrap=True)
             assert isinstance(console.file, io.StringIO)
             return console.file.getvalue().splitlines()
 

@@ -11,28 +11,20 @@ import pytest
 
 from aioshm import MessageQueue
 from aioshm.observe.messages import MessageHeader, last_messages
-from aioshm.observe.scan import RingFile, find_rings
+from aioshm.observe.queues import Ring, find_rings
 
 
-def ring_of(mq: MessageQueue) -> RingFile:
+def ring_of(mq: MessageQueue) -> Ring:
     key = mq.export_handle().queue_id.hex()
-    found = find_rings()[0]
-    for each in found:
-        if each.queue_id != key:
-            each.close()
-    return next(each for each in found if each.queue_id == key)
+    return next(each for each in find_rings()[0] if each.queue_id == key)
 
 
 @asynccontextmanager
-async def queue(**sizes: Any) -> AsyncIterator[tuple[MessageQueue, MessageQueue, RingFile]]:
+async def queue(**sizes: Any) -> AsyncIterator[tuple[MessageQueue, MessageQueue, Ring]]:
     async with MessageQueue(1, 1, **{"max_chunk_bytes": 100_000, "max_chunks": 4} | sizes) as writer:
         async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
             await writer.wait_until_ready()
-            ring = ring_of(writer)
-            try:
-                yield writer, reader, ring
-            finally:
-                ring.close()
+            yield writer, reader, ring_of(writer)
 
 
 async def test_headers() -> None:

@@ -15,8 +15,7 @@ import aioshm.observe
 from aioshm import MessageQueue, Options, ShmRingBuffer
 from aioshm.errors import AioshmError
 from aioshm.observe import Watch, find_queue, find_queues
-from aioshm.observe.scan import QueueNotFound, Segment, chosen, find_segments
-from aioshm.observe.snapshot import snapshot_of
+from aioshm.observe.queues import QueueNotFound, Segment, chosen, find_segments, snapshot_of
 from aioshm.ring import layout as at
 from aioshm.ring.header import read_header
 from aioshm.ring.layout import Layout
@@ -187,7 +186,7 @@ def test_public_names_are_imported_on_first_use() -> None:
 
 
 def of_this_process() -> list[Segment]:
-    return [segment for segment in find_segments()[0] if os.getpid() in segment.holders]
+    return [segment for segment in find_segments()[0] if os.getpid() in segment.paths]
 
 
 async def test_segment_is_opened_through_its_last_holder() -> None:
@@ -196,7 +195,8 @@ async def test_segment_is_opened_through_its_last_holder() -> None:
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait()
         with open(os.devnull) as other:
-            segment.paths[:0] = [f"/proc/{ended.pid}/fd/3", f"/proc/self/fd/{other.fileno()}"]
+            former = {-1: f"/proc/{ended.pid}/fd/3", -2: f"/proc/self/fd/{other.fileno()}"}
+            segment.paths = former | segment.paths
             fd = segment.open()
         try:
             status = os.fstat(fd)

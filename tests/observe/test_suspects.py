@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aioshm.observe.snapshot import QueueSnapshot, snapshot_of
+from aioshm.observe.queues import QueueSnapshot, snapshot_of
 from aioshm.observe.suspects import suspects
 from aioshm.process.proc import ProcessInfo
 from aioshm.ring import layout as at

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import eventually
 
-from aioshm.observe.scan import find_segments
+from aioshm.observe.queues import find_segments
 from aioshm.process import proc
 from aioshm.process.proc import NoProc, check_proc, is_own_process, one_line, process_info, wait_channel
 from aioshm.process.stacks import Frame, Stack, parse_spy, users_line
