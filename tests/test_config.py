@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import itertools
 import os
-import pkgutil
 import pydoc
 import re
 import sys
 import tempfile
-import types
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import aioshm
 from aioshm import config
-from aioshm.arguments import check_int, check_seconds
 from aioshm.config import (
     SLOW_READER,
     Options,
@@ -39,12 +32,6 @@ def options_of(waits_or_segments: tuple[Any, Any], **others: Any) -> Options:
     """Return options with a pair of ``slow_reader`` and ``overflow`` that go together."""
     slow_reader, overflow = waits_or_segments
     return Options(slow_reader=slow_reader, overflow=overflow, **others)
-
-
-def functions(module: types.ModuleType) -> Iterator[Callable[..., Any]]:
-    """Yield the functions of a module, and those of its classes."""
-    for owner in (module, *(each for each in vars(module).values() if inspect.isclass(each))):
-        yield from (each for _, each in inspect.getmembers(owner, inspect.isroutine))
 
 
 @pytest.fixture(autouse=True)
@@ -271,26 +258,6 @@ class TestRuntimeDirectory:
         assert default_runtime_dir() == f"/var/tmp/aioshm-{os.getuid()}"
 
 
-class TestChecks:
-    def test_of_integers(self) -> None:
-        assert check_int("n", 3, minimum=3) == 3
-        with pytest.raises(ValueError, match="n must be at least 3, not 2"):
-            check_int("n", 2, minimum=3)
-        for value in (3.0, "3", True, None):
-            with pytest.raises(TypeError, match=f"n must be an int, not {value!r}"):
-                check_int("n", value, minimum=3)
-
-    def test_of_seconds(self) -> None:
-        assert check_seconds("s", 3) == 3.0
-        assert isinstance(check_seconds("s", 3), float)
-        for number in (0, -1, float("nan"), float("inf"), 0.0):
-            with pytest.raises(ValueError, match=f"s must be a finite number of seconds above 0, not {number}"):
-                check_seconds("s", number)
-        for value in ("3", True, None, 1j):
-            with pytest.raises(TypeError, match="s must be a number of seconds"):
-                check_seconds("s", value)
-
-
 class TestHelp:
     """The environment, which may hold passwords, is nowhere a default value: `help` and signatures would print it."""
 
@@ -298,16 +265,3 @@ class TestHelp:
         monkeypatch.setenv("AIOSHM_TEST_PASSWORD", "correct horse")
         assert "correct horse" not in pydoc.render_doc(Options)
         assert "correct horse" not in pydoc.render_doc(config)
-
-    @pytest.mark.slow  # it imports every module: 16 s
-    def test_of_everything_else(self) -> None:
-        signatures, shown = 0, []
-        for name in sorted(each.name for each in pkgutil.walk_packages(aioshm.__path__, "aioshm.")):
-            with suppress(ImportError):  # of what is optional
-                module = importlib.import_module(name)
-                for function in functions(module):
-                    with suppress(TypeError, ValueError):  # of what has no signature
-                        defaults = [each.default for each in inspect.signature(function).parameters.values()]
-                        signatures += 1
-                        shown += [f"{name}: {function}" for each in defaults if each is os.environ]
-        assert (shown, signatures > 1000) == ([], True)

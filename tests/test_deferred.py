@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import errno
 import importlib
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,6 @@ import aioshm.observe
 import aioshm.process
 import aioshm.testing
 from aioshm.deferred import import_when_used
-from aioshm.process.proc import process_info, process_state
 
 
 def loaded_by(program: str) -> set[str]:
@@ -105,17 +102,3 @@ def test_a_package_in_a_zip_archive_has_its_names(tmp_path: Path) -> None:
     program = f"import sys; sys.path.insert(0, {path!r}); import zipped; print(zipped.__all__, zipped.pi)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("['pi'] 3.14")
-
-
-def test_a_process_is_not_visible_where_no_descriptor_is_left_to_import_what_looks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Full:
-        def find_spec(self, name: str, *_: Any) -> None:
-            if name == "psutil":
-                raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.delitem(sys.modules, "psutil", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Full(), *sys.meta_path])
-    assert process_state(1) == "not visible from here"
-    assert process_info(1).state == "not visible from here"

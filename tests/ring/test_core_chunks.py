@@ -136,28 +136,3 @@ class TestAllocating:
         assert pair.writer.put(b"N" * 17)
         pair.readers[1].start_at(0)
         assert pair.readers[1].take_many(9) == [LARGE, LARGE.lower(), b"N" * 17]
-
-    def test_error_of_allocate_reaches_the_caller_of_free(self, new_pair: NewPair) -> None:
-        pair = new_pair()
-        pair.writer.bind_allocate(lambda start, nbytes: bytes(1 << 62))
-        for _ in range(2):
-            with pytest.raises(MemoryError):
-                pair.writer.free(1, [50])
-            assert pair.writer.claim(50) is None
-        assert pair.writer.put(b"small")
-
-    def test_core_cannot_be_closed_or_used_while_it_allocates(self, new_pair: NewPair) -> None:
-        pair = new_pair()
-        errors: list[type[Exception]] = []
-
-        def misuse(start: int, nbytes: int) -> None:
-            for call in (pair.writer.close, pair.writer.claim):
-                try:
-                    call()
-                except (BufferError, RuntimeError) as error:
-                    errors.append(type(error))
-
-        pair.writer.bind_allocate(misuse)
-        assert pair.writer.free(1, [50])
-        assert errors == [BufferError, RuntimeError]
-        assert pair.writer.put(LARGE)

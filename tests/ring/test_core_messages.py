@@ -309,30 +309,6 @@ class TestOutOfBand:
         pair.reader.bind_out_of_band(None)
         assert pair.reader.take() == b"good"
 
-    def test_nothing_is_received_until_a_kept_slot_went_back(self, new_pair: NewPair) -> None:
-        pair = new_pair()
-        pair.writer.put(b"kept")
-        pair.writer.put(b"next")
-        pair.reader.skip()
-        assert pair.reader.kept
-        assert pair.reader.receive() is pair.cores.module.EMPTY
-        assert pair.reader.passes(), "who gives it back first may go on"
-        pair.reader.give_back(0)
-        assert not pair.reader.kept
-        assert pair.reader.receive() == b"next"
-
-    def test_writer_counts_the_bytes_that_it_copied(self, new_pair: NewPair) -> None:
-        pair = new_pair(1, 8)
-        pair.writer.put(b"12345")
-        assert pair.writer.copied == 5
-        pair.writer.put_many([b"1", b"23"], 0)
-        assert pair.writer.copied == 8
-        pair.writer.bind(lambda obj: obj, PLAIN, False, None)
-        pair.writer.bind_out_of_band(lambda *_: True, lambda message: 10)
-        pair.writer.send(["beside"])
-        pair.writer.copied += 2
-        assert pair.writer.copied == 20
-
 
 class TestWaking:
     def test_each_parked_reader_is_woken_once_per_message(self, new_pair: NewPair) -> None:
@@ -346,14 +322,6 @@ class TestWaking:
             assert notes == ["parked"]
             pair.ring.view[at.READERS_PARKED + reader] = 0
             notes.clear()
-
-    def test_a_parked_flag_of_an_evicted_last_reader_wakes_nobody(self, new_pair: NewPair) -> None:
-        pair = new_pair(2)
-        pair.writer.evict(1)
-        for place, parked in ((1, False), (0, True)):
-            pair.ring.view[at.READERS_PARKED + place] = 1
-            pair.writer.claim()
-            assert pair.writer.commit() is parked
 
     def test_of_a_parked_writer(self, new_pair: NewPair) -> None:
         pair, notes = new_pair(1, 4), Notes()
@@ -385,17 +353,3 @@ class TestWaking:
         assert pair.writer.put_many([b"3"], 0) == 1
         assert [pair.reader.take(), pair.reader.receive(), pair.reader.take_many(3)] == [b"1", b"2", [b"3"]]
         assert [str(each) for each in reported] == [str(error)] * 6
-
-    def test_that_unbinds_and_closes(self, new_pair: NewPair) -> None:
-        pair = new_pair(1, 4)
-        pair.ring.view[128] = pair.ring.view[192] = 1
-        for core in (pair.writer, pair.reader):
-
-            def parked(core: Any = core) -> None:
-                core.bind(decode, PLAIN, True, None)
-                core.close()
-
-            core.bind(decode, PLAIN, True, parked)
-            del parked
-        assert pair.writer.send(b"1") is None
-        assert pair.reader.receive() == b"1"

@@ -14,7 +14,7 @@ import pytest
 from rings import NATIVE, python
 
 import aioshm
-from aioshm.ring import cores, reference
+from aioshm.ring import cores
 
 PASSES = """
 import aioshm, sys
@@ -110,22 +110,3 @@ def test_a_machine_not_known_to_keep_order_gets_the_fenced_cores(machine: str) -
     out, err = python(CORES_ON, machine).communicate()
     assert out == ("False False True\n" if machine == "AMD64" else "True True False\n")
     assert err == ""
-
-
-@pytest.mark.parametrize(("strong", "round_trips"), [(True, 1), (False, 2)])
-def test_a_fence_of_the_twin_is_a_release_and_then_an_acquire_where_stores_are_reordered(
-    monkeypatch: pytest.MonkeyPatch, strong: bool, round_trips: int
-) -> None:
-    steps: list[str] = []
-
-    class Noted:
-        def __enter__(self) -> None:
-            steps.append("acquire")
-
-        def __exit__(self, *_: object) -> None:
-            steps.append("release")
-
-    monkeypatch.setattr(reference, "Lock", Noted)
-    monkeypatch.setattr(reference, "STRONG_ORDER", strong)
-    reference.memory_fence()
-    assert steps == ["acquire", "release"] * round_trips

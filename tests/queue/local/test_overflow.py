@@ -14,7 +14,6 @@ from pairs import attached
 
 from aioshm import OutOfDescriptors, QueueClosed, SharedMemoryError
 from aioshm.queue.local import overflow, overflow_sockets
-from aioshm.ring.segment import Segment
 
 BIG = 50_000
 
@@ -51,15 +50,6 @@ async def test_they_grow_with_the_messages(way: str) -> None:
             for reader in readers:
                 assert await reader.dequeue(5) == b"%d" % size * (size // 4)
         assert bodies(writer) == 1
-
-
-async def test_where_they_cannot_grow_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Segment, "grow", lambda *_: False)
-    async with attached(1) as (writer, (reader,)):
-        for size in range(10_000, 200_000, 1000):
-            await writer.enqueue(b"x" * size)
-            assert await reader.dequeue(5) == b"x" * size
-        assert len(segments_of(writer)) <= 6, "one for each power of two"
 
 
 async def test_named_ones_work_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from aioshm import MessageQueue, Options
 from aioshm.errors import RoleError
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.mapping import address_of
-from aioshm.ring.segment import Segment
 
 BACKINGS = pytest.mark.parametrize("backing", ["memfd", "named"])
 BIG = bytes(range(256)) * 200
@@ -104,15 +103,6 @@ async def test_what_readers_are_passed_of_an_overflow_segment_only_reads() -> No
         await writer.enqueue(BIG * 10)  # it grows
         assert await reader.dequeue(5) == BIG * 10
         assert len(writer.end.ring.overflow.segments) == 1  # type: ignore[attr-defined]
-
-
-async def test_without_proc_readers_map_the_slots_read_only_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Segment, "_reopened", lambda _: None)
-    async with attached(1) as (writer, (reader,)):
-        ring = ring_of(reader)
-        assert permissions(ring, ring.layout.header_bytes, 4096) == {"r--s"}
-        await writer.enqueue(BIG)
-        assert await reader.dequeue(5) == BIG
 
 
 async def test_every_memfd_of_a_queue_is_sealed_against_shrinking() -> None:
