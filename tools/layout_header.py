@@ -9,31 +9,16 @@ from aioshm.ring import layout, record, reference
 
 HEADER = Path(__file__).parents[1] / "aioshm" / "ring" / "core" / "layout.h"
 
-_LAYOUT = (
-    "WRITER_LINE",
-    "WRITER_PARKED",
-    "READERS_PARKED",
-    "SLOT_HEADER_BYTES",
-    "CHUNK",
-    "SIZE",
-    "OVERFLOW_SIZE",
-    "CHUNK_HEADER_BYTES",
-    "SPINNING",
-    "BYTES",
-    "OVERFLOWS",
-    "LATENCY_NS",
-    "LATENCY_BUCKETS",
-    "LATENCY_FIRST_BIT",
-    "LATENCY_EVERY",
-    "TRACE_BYTES",
-    "TRAIL",
-)
+_LAYOUT = """
+WRITER_LINE WRITER_PARKED READERS_PARKED SLOT_HEADER_BYTES CHUNK SIZE OVERFLOW_SIZE CHUNK_HEADER_BYTES SPINNING
+BYTES OVERFLOWS LATENCY_NS LATENCY_BUCKETS LATENCY_FIRST_BIT LATENCY_EVERY TRACE_BYTES TRAIL
+"""
 
 
 def constants() -> dict[str, int]:
     """Return the constants of the C code."""
     return {
-        **{name: getattr(layout, name) for name in _LAYOUT},
+        **{name: getattr(layout, name) for name in _LAYOUT.split()},
         "OVERFLOW": layout.OVERFLOW_KIND,
         "CHUNK_LISTS": record.CHUNK_LISTS,
         "UNREAD": record.UNREAD,

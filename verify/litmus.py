@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,19 @@ def _join(one: View, other: View) -> View:
     return tuple(sorted(joined.items()))
 
 
+def _ends(first: Any, following: Callable[[Any], Iterable[Any]]) -> set[Registers]:
+    """Return the registers, which come second in a state, of all states after which nothing follows."""
+    ends, seen, todo = set(), {first}, [first]
+    while todo:
+        state = todo.pop()
+        found = list(following(state))
+        if not found:
+            ends.add(state[1])
+        todo += {*found} - seen
+        seen.update(found)
+    return ends
+
+
 # A state of c11: where each thread is, its registers, its three views (what it has seen; what it would have with an
 # acquire fence; what it had at its last release fence), each place's stores (value, view), and what sc fences share.
 # No place of these tests is written by two threads, so a place's stores are in the order in which they are made.
@@ -155,17 +168,7 @@ def _c11(test: Test) -> set[frozenset[tuple[str, int]]]:
     memory = tuple(((test.start.get(place, 0), ()),) for place in places)
     views: tuple[View, View, View] = ((), (), ())
     first: State = (tuple(0 for _ in test.threads), frozenset(), tuple(views for _ in test.threads), memory, ())
-    ends, seen, todo = set(), {first}, [first]
-    while todo:
-        state = todo.pop()
-        following = [each for t in range(len(test.threads)) for each in _c11_steps(test, places, state, t)]
-        if not following:
-            ends.add(state[1])
-        for each in following:
-            if each not in seen:
-                seen.add(each)
-                todo.append(each)
-    return ends
+    return _ends(first, lambda state: [s for t in range(len(test.threads)) for s in _c11_steps(test, places, state, t)])
 
 
 def _c11_steps(test: Test, places: list[str], state: State, t: int) -> Iterator[State]:
@@ -217,15 +220,14 @@ def _tso(test: Test) -> set[frozenset[tuple[str, int]]]:
     places = {step.place for thread in test.threads for step in thread if step.place}
     start = tuple(sorted((place, test.start.get(place, 0)) for place in places))
     first: tuple[Any, Registers, Any, Any] = ((0,) * n, frozenset[tuple[str, int]](), ((),) * n, start)
-    ends, seen, todo = set(), {first}, [first]
-    while todo:
-        at, registers, buffers, memory = todo.pop()
-        following = []
+
+    def following(state: Any) -> Iterator[Any]:
+        at, registers, buffers, memory = state
         for t in range(n):
             if buffers[t]:
                 place, value = buffers[t][0]
                 stored = tuple(sorted({**dict(memory), place: value}.items()))
-                following.append((at, registers, (*buffers[:t], buffers[t][1:], *buffers[t + 1 :]), stored))
+                yield at, registers, (*buffers[:t], buffers[t][1:], *buffers[t + 1 :]), stored
             if at[t] >= len(test.threads[t]):
                 continue
             step, known, mine, to = test.threads[t][at[t]], registers, buffers[t], at[t] + 1
@@ -238,14 +240,9 @@ def _tso(test: Test) -> set[frozenset[tuple[str, int]]]:
                 known = registers | {(f"{t}:{step.register}", held[-1] if held else dict(memory)[step.place])}
             elif step.kind == "when" and (f"{t}:{step.register}", step.value) not in registers:
                 to = len(test.threads[t])
-            following.append(((*at[:t], to, *at[t + 1 :]), known, (*buffers[:t], mine, *buffers[t + 1 :]), memory))
-        if not following:
-            ends.add(registers)
-        for each in following:
-            if each not in seen:
-                seen.add(each)
-                todo.append(each)
-    return ends
+            yield (*at[:t], to, *at[t + 1 :]), known, (*buffers[:t], mine, *buffers[t + 1 :]), memory
+
+    return _ends(first, following)
 
 
 def examine(test: Test) -> list[tuple[bool, str]]:

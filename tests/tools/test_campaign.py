@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tools.campaign import verdict
-from tools.campaign.journal import Journal, read
 from tools.campaign.queues import body, content, message
+from tools.campaign.stage import Journal, read
 
 ROOT = Path(__file__).parents[2]
 EPOCH = 4711

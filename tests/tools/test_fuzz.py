@@ -12,7 +12,7 @@ import pytest
 from aioshm.errors import HandleError
 from aioshm.lifeline import protocol
 from aioshm.queue.remote import wire
-from tools.fuzz.smoke import smoke
+from tools.fuzz.target import smoke
 from tools.fuzz.targets import TARGETS
 
 # Anything that is not NumPy's name for a dtype is looked up in torch, which takes seconds to import.

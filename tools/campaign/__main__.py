@@ -19,14 +19,19 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from tools.campaign import engines, events, links, queues, sandbox, strangers
+from tools.campaign import queues, sandbox, services, strangers
 from tools.campaign.faults import Faults
-from tools.campaign.journal import Journal
 from tools.campaign.sandbox import Sandbox
-from tools.campaign.stage import Actor, Stage
+from tools.campaign.stage import Actor, Journal, Stage
 from tools.campaign.verdict import Verdict, judge, moved_at
 
-PARTS = {"queues": queues, "engines": engines, "events": events, "links": links, "strangers": strangers}
+PARTS = {
+    "queues": queues.actors,
+    "engines": services.engine_actors,
+    "events": services.event_actors,
+    "links": services.link_actors,
+    "strangers": strangers.actors,
+}
 TELL_S, STEP_S = 10.0, 0.02
 SETTLE_S, END_S, TREE_S = 150.0, 60.0, 15.0
 WORDS = ("lost", "doubled", "reordered", "wrong", "hung", "nameless", "odd", "leaked", "crashed")
@@ -53,7 +58,7 @@ class Campaign:
         if not self.sandbox.whole and "strangers" in parts:
             parts.remove("strangers")
             self.sandbox.lacks.append("no network of its own: no strangers, who would come to everybody's sockets")
-        self.stage.actors += [actor for name in parts for actor in PARTS[name].actors()]
+        self.stage.actors += [actor for name in parts for actor in PARTS[name]()]
         self.hung: list[str] = []
         self.left: list[str] = []
         self.figures: Counter[str] = Counter()

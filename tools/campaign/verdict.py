@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.campaign.journal import Record, read
 from tools.campaign.queues import MOST_AT_ONCE, QUEUES
+from tools.campaign.stage import Record, read
 
 NAMED = {"AioshmError", "MemoryError"}
 SHORTAGES = {23, 24, 11, 12, 28}  # ENFILE, EMFILE, EAGAIN, ENOMEM, ENOSPC

@@ -9,17 +9,26 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.fuzz import native
 from tools.fuzz.target import MAX_KEPT_BYTES, Target
 from tools.fuzz.targets import TARGETS
 
-WORK = native.ROOT / "build" / "fuzz"
+ROOT = Path(__file__).parents[2]
+BUILT = ROOT / "build" / "fuzz-native"
+SOURCES = {
+    "aioshm/ring/_native.so": "aioshm/ring/core/*.c",
+    "aioshm/events/protocol/_encoder.so": "aioshm/events/protocol/_encoder.c",
+}
+
+_SANITIZERS = "address,undefined"
+_FLAGS = ("-std=c11", "-g", "-O1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-Wno-everything")
+WORK = ROOT / "build" / "fuzz"
 INPUT_S, MEMORY_MB = 10, 2048
 """What one input may take."""
 MAX_BYTES = 4096
@@ -62,7 +71,7 @@ def main() -> int:
         TARGETS[given.target].run(given.input.read_bytes())
         return 0
     targets = [TARGETS[given.target]] if given.target else list(TARGETS.values())
-    program = native.build()
+    program = build()
     if program is None:
         print("no clang with libFuzzer, or no shared libpython: the native parts are fuzzed without the sanitizers")
     jobs = list(_jobs(targets, program))
@@ -89,7 +98,7 @@ def _jobs(targets: list[Target], program: Path | None) -> Iterator[Job]:
     for target in targets:
         yield Job(target, "atheris", [sys.executable, "-m", "tools.fuzz.one", target.name], dict(os.environ))
         if target.native and program is not None:
-            yield Job(target, "libFuzzer", [str(program)], native.environment(target.name))
+            yield Job(target, "libFuzzer", [str(program)], environment(target.name))
 
 
 def _run(job: Job, seconds: float) -> Outcome:
@@ -114,7 +123,7 @@ def _run(job: Job, seconds: float) -> Outcome:
         try:
             done = subprocess.run(
                 [*job.command, *options, str(new), str(seeds)],
-                cwd=native.ROOT,
+                cwd=ROOT,
                 env=job.environ | {"TMPDIR": str(temporary)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -140,6 +149,39 @@ def _keep(target: Target) -> None:
             kept.append(data)
     if kept:
         target.kept.write_text("".join(f"{base64.b64encode(data).decode()}\n" for data in kept))
+
+
+def build() -> Path | None:
+    """Return the program; None where there is no clang that has libFuzzer, or no Python to link with."""
+    compiler = shutil.which("clang")
+    library = Path(sysconfig.get_config_var("LIBDIR") or "") / str(sysconfig.get_config_var("LDLIBRARY"))
+    if compiler is None or library.suffix != ".so" or not library.exists():
+        return None
+    include = f"-I{sysconfig.get_path('include')}"
+    shutil.rmtree(BUILT, ignore_errors=True)
+    shutil.copytree(ROOT / "aioshm", BUILT / "aioshm", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for module, pattern in SOURCES.items():
+        kind = ("-shared", "-fPIC", "-fvisibility=hidden", f"-fsanitize=fuzzer-no-link,{_SANITIZERS}")
+        subprocess.run([compiler, *kind, *_FLAGS, include, *BUILT.glob(pattern), "-o", BUILT / module], check=True)
+    program = BUILT / "fuzz"
+    # What the sanitizers and libFuzzer are called by is in the program, for the libraries that it loads.
+    link = (library, f"-Wl,-rpath,{library.parent}", "-rdynamic", f"-fsanitize=fuzzer,{_SANITIZERS}")
+    harness = Path(__file__).with_name("harness.c")
+    subprocess.run([compiler, *_FLAGS, include, harness, "-o", program, *link], check=True)
+    return program
+
+
+def environment(target: str) -> dict[str, str]:
+    """Return what the program is to be started with, to fuzz a target."""
+    return {
+        **os.environ,
+        "FUZZ_TARGET": target,
+        "AIOSHM_NATIVE": "1",
+        "PYTHONPATH": os.pathsep.join([str(BUILT), str(ROOT), *(path for path in sys.path if "site-packages" in path)]),
+        "PYTHONMALLOC": "malloc",  # the sanitizer's, or it would not see what is read beyond an object
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",  # what Python itself never frees is no leak
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
 
 
 if __name__ == "__main__":

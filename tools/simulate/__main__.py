@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
-from tools.simulate.bugs import BUGS, Bug, hunt
+from tools.simulate.bugs import BUGS, Bug, hunt, prepare, run_seed
 
 SEEDS = 10_000
 HUNTED_SEEDS = 1_000
@@ -39,8 +39,6 @@ def main() -> int:
 
 
 def _one(seed: int, *, traced: bool) -> int:
-    from tools.simulate.one import prepare, run_seed
-
     prepare()
     world, figures, violation = run_seed(seed, traced=traced)
     for line in world.trace:
@@ -71,8 +69,6 @@ def _all(first: int, seeds: int, jobs: int) -> int:
 
 
 def _some(first: int, count: int) -> tuple[Counter[str], dict[int, str]]:
-    from tools.simulate.one import prepare, run_seed
-
     prepare()
     figures: Counter[str] = Counter()
     bad = {}

@@ -1,14 +1,18 @@
-"""The planted bugs of ``bugs.txt``, each of which some seed must find, and how a module is loaded with one of them."""
+"""Runs seeds, also with one of the planted bugs of ``bugs.txt``, each of which some seed must find."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.abc
 import importlib.util
 import itertools
+import logging
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+
+from tools.simulate.world import Violation, World
 
 PARTS = {"queue": "remote", "events": "events", "engine": "engine", "process": "engine"}
 """The part of the simulation that runs the modules of a folder."""
@@ -66,11 +70,51 @@ def plant(bug: Bug) -> None:
     sys.meta_path.insert(0, _Finder(bug))
 
 
+def prepare() -> None:
+    """Have this process simulate from now on."""
+    from tools.simulate import engine, remote  # not before a bug is planted
+
+    logging.disable(logging.CRITICAL)
+    remote.stand_in()
+    engine.stand_in()
+
+
+def run_seed(
+    seed: int, *, traced: bool = False, only: str | None = None
+) -> tuple[World, dict[str, int], Violation | None]:
+    """Run a seed, or only one part of it; return its world, what there was in it, and what does not hold."""
+    from tools.simulate import engine, events, remote
+
+    parts = {"remote": remote.run, "events": events.run, "engine": engine.run}
+    if only is not None:
+        parts = {only: parts[only]}
+    world = World(seed, traced=traced)
+    figures: dict[str, int] = {}
+    violation: Violation | None = None
+
+    async def main() -> None:
+        for found in await asyncio.gather(*(run(world.part(name)) for name, run in parts.items())):
+            figures.update(found)
+
+    try:
+        world.loop.run_until_complete(main())
+    except Violation as error:
+        violation = error
+    except asyncio.CancelledError:
+        assert world.violation is not None
+    except Exception as error:
+        violation = Violation(f"{type(error).__name__}: {error}")
+        violation.__cause__ = error
+    finally:
+        for task in asyncio.all_tasks(world.loop):
+            task.cancel()
+        world.loop.close()
+    return world, figures, world.violation or violation
+
+
 def hunt(bug: Bug, first: int, seeds: int) -> tuple[int | None, str]:
     """Plant a bug, and run the part that runs its module, as in the whole; return the seed that finds the bug."""
     plant(bug)
-    from tools.simulate.one import prepare, run_seed
-
     prepare()
     known = [] if bug.seed is None or not seeds else [bug.seed]
     for seed in itertools.chain(known, range(first, first + seeds)):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from tools.fuzz.target import Target
-from tools.fuzz.targets import engine, events, files, lifeline, observe, remote, ring
+from tools.fuzz.targets import files, queues, ring, services
 
 TARGETS: dict[str, Target] = {
-    target.name: target
-    for module in (lifeline, ring, remote, engine, events, files, observe)
-    for target in module.TARGETS
+    target.name: target for module in (queues, ring, services, files) for target in module.TARGETS
 }
