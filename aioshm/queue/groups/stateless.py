@@ -96,7 +96,6 @@ class StatelessProcessGroup:
         self._timeout = timeout
         self._calls = 0
         self._broken: str | None = None
-        self._given_up = False
         self._lock = threading.Lock()
 
     @classmethod
@@ -268,12 +267,9 @@ class StatelessProcessGroup:
                 "for a group of its own another port or another name; if that process is gone, create the group again "
                 "at every rank"
             )
-        if self._given_up:  # `create` raised before this claim, so nobody else releases the claim
-            store.compare_set(self._claim_key, self._claim, "")
 
     def _give_up(self) -> None:
         """Release the claim, if there is one and the store answers, and close."""
-        self._given_up = True
         store = self._store
         try:
             if store is not None and self.rank != 0:

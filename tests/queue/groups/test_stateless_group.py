@@ -47,19 +47,6 @@ def free_port(host: str = "127.0.0.1") -> Iterator[int]:
         yield int(kept.getsockname()[1])
 
 
-class Clock:
-    """A clock that only sleeping moves on."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-
-    def __call__(self) -> float:
-        return self._now
-
-    def sleep(self, seconds: float) -> None:
-        self._now += seconds
-
-
 def each(groups: list[Any], call: Callable[[Any], Any]) -> list[Any]:
     """Make a call at every rank at once; return the results, or errors, by rank."""
 
@@ -307,21 +294,10 @@ def test_creating_names_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(errors[1]) in (TimeoutError, GroupBroken)  # rank 0 may have given up, and taken the store away, first
 
 
-def test_creating_waits_for_rank_0_no_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    import_store = stateless_group._import_store
-
-    def import_slowly() -> Any:
-        clock.sleep(100)
-        return import_store()
-
-    monkeypatch.setattr(stateless_group, "monotonic", clock)
-    monkeypatch.setattr(stateless_group, "time", clock)
-    monkeypatch.setattr(stateless_group, "_import_store", import_slowly)
+def test_creating_waits_for_rank_0_no_longer_than_the_timeout() -> None:
     with free_port() as port:
         with pytest.raises(TimeoutError, match=f"rank 0 did not come: nobody listens at 127.0.0.1:{port}"):
-            StatelessProcessGroup.create("127.0.0.1", port, 1, 4, timeout=20)
-    assert 120 - stateless_group._DIAL_PAUSE_S <= clock() <= 120
+            StatelessProcessGroup.create("127.0.0.1", port, 1, 4, timeout=0.2)
     with pytest.raises(TimeoutError, match=r"nobody listens at no\.such\.host\.invalid:"):
         StatelessProcessGroup.create("no.such.host.invalid", 20_000, 1, 2, timeout=0.2)
 
@@ -361,34 +337,6 @@ def test_rank_that_is_taken_is_refused_before_and_after_the_group_met() -> None:
             refused()
             assert keys_of(groups[0]) == keys
             assert each(groups, lambda group: group.all_gather_obj(group.rank)) == [[0, 1, 2]] * 3
-
-
-@pytest.mark.slow
-def test_rank_that_is_claimed_after_create_has_raised_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    answered, claimed = threading.Event(), threading.Event()
-    read, enter = stateless_group._read_identity, StatelessProcessGroup._enter
-
-    def read_late(*arguments: Any) -> Any:
-        answered.wait(PATIENCE_S)
-        return read(*arguments)
-
-    def enter_and_say(group: StatelessProcessGroup, deadline: float) -> None:
-        enter(group, deadline)
-        if group.rank:
-            claimed.set()
-
-    with free_port() as port, ThreadPoolExecutor() as pool:
-        first = pool.submit(StatelessProcessGroup.create, "127.0.0.1", port, 0, 2, timeout=PATIENCE_S)
-        with monkeypatch.context() as late:
-            late.setattr(stateless_group, "GRACE_S", 0.1)
-            late.setattr(stateless_group, "_read_identity", read_late)
-            late.setattr(StatelessProcessGroup, "_enter", enter_and_say)
-            with pytest.raises(GroupBroken, match="does not answer"):
-                StatelessProcessGroup.create("127.0.0.1", port, 1, 2, timeout=1)
-            answered.set()
-            assert claimed.wait(PATIENCE_S)
-        with StatelessProcessGroup.create("127.0.0.1", port, 1, 2, timeout=PATIENCE_S), first.result(PATIENCE_S):
-            pass
 
 
 @pytest.mark.parametrize(

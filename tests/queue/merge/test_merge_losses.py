@@ -61,7 +61,7 @@ def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., lis
     [
         ("merge", FEW_MERGES),
         ("blocking", FEW_MERGES),
-        *(pytest.param(way, FEW_MERGES, marks=[pytest.mark.slow, pytest.mark.one_loop]) for way in ("add", "yield")),
+        pytest.param("add", FEW_MERGES, marks=[pytest.mark.slow, pytest.mark.one_loop]),
         *(
             pytest.param(way, MANY_MERGES, marks=[pytest.mark.slow, pytest.mark.one_loop])
             for way in ("merge", "blocking")
@@ -112,7 +112,7 @@ async def receive(readers: dict[int, MessageQueue[Any]], way: str) -> tuple[dict
     received: dict[int, list[Any]] = {rank: [] for rank in readers}
     errors: dict[int, Any] = {}
     to_add = list(readers.items())[1:] if way == "add" else []
-    merged = merge({0: readers[0]} if to_add else readers, errors="yield" if way == "yield" else "raise")
+    merged = merge({0: readers[0]} if to_add else readers)
     if to_add:
         asyncio.get_running_loop().call_soon(merged.add, *to_add.pop(0))  # while the merge waits
     while True:
@@ -124,10 +124,7 @@ async def receive(readers: dict[int, MessageQueue[Any]], way: str) -> tuple[dict
         except AioshmError as error:
             errors[error.rank] = error
         else:
-            if isinstance(obj, AioshmError):
-                errors[rank] = obj
-            else:
-                received[rank].append(obj)
+            received[rank].append(obj)
         if to_add:
             merged.add(*to_add.pop(0))
     assert merged.failed == errors

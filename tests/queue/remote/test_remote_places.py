@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from aioshm import (
     ReaderLeft,
 )
 from aioshm.queue.remote import link, readers, wire
-from aioshm.ring.layout import VERSION
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -231,31 +229,6 @@ class TestClosing:
             assert not closing.done()
             hear(*late[0])
             await asyncio.wait_for(closing, 20)
-
-
-async def test_newcomer_is_decided_on_by_a_recent_answer_of_the_reader_that_has_the_rank(monkeypatch: Any) -> None:
-    later_s = 0.0
-    monkeypatch.setattr(readers, "monotonic", lambda: time.monotonic() + later_s)
-    monkeypatch.setattr(readers, "ANSWER_S", 60.0)
-    async with ready_ends(0, 1) as (writer, _):
-        network: Any = writer.end.network  # type: ignore[union-attr]
-        ring: Any = writer.end.ring  # type: ignore[union-attr]
-        hello = wire.Hello(VERSION, ring.queue_id, ring.token, 0, 1, "host", proven=False)
-
-        def answer() -> Any:
-            return network.answer(b"newcomer", hello)
-
-        for _ in range(2):
-            assert isinstance(answer(), wire.Wait), "the reader was asked just now"
-            await until(lambda: isinstance(answer(), wire.Refused), "the reader's answer")
-            assert "rank 0 is taken by" in answer().reason
-            later_s += 60.0
-        monkeypatch.setattr(network.sockets, "reaches", lambda _: False)
-        assert isinstance(answer(), wire.Wait)
-        assert len(network.attached) == 1
-        later_s += readers.CUT_OFF_S
-        assert answer() is network.registry.slots[0]
-        assert network.attached == {}
 
 
 async def test_reader_that_is_not_admitted_yet_closes_without_delay(monkeypatch: Any) -> None:
