@@ -29,6 +29,7 @@ UNUSABLE = 2
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SIGNAL_S = 0.01
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 _INTERRUPTED = 128 + signal.SIGINT
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer has no public name for it
@@ -89,7 +90,7 @@ def run(args: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _fail(interrupted(signal.SIGINT))
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
+        if error.errno not in _OUTPUT_ERRORS:
             raise
         # The interpreter flushes once more as it exits, and would report the same error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -107,7 +108,9 @@ def _run(args: Sequence[str]) -> int:
         message = " ".join(str(getattr(error, "format_message", error.__str__)()).split())
         path = getattr(getattr(error, "ctx", None), "command_path", "aioshm")
         raise CommandFailed(f"{message.rstrip('.')} (see {path} --help)", UNUSABLE) from None
-    except (AioshmError, ImportError, ValueError, FileNotFoundError) as error:  # of what the user asked for
+    except (AioshmError, ImportError, ValueError, OSError) as error:  # of what the user asked for
+        if isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS:
+            raise
         raise CommandFailed(str(error), UNUSABLE) from None
     except typer.Abort:
         code = _INTERRUPTED

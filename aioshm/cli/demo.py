@@ -23,7 +23,7 @@ import typer
 
 import aioshm
 from aioshm import Handle, MessageQueue, PeerDied, QueueClosed, engine
-from aioshm.cli.app import FAILED, UNUSABLE, CommandFailed, print_json, run_interruptibly
+from aioshm.cli.app import UNUSABLE, CommandFailed, print_json, run_interruptibly
 from aioshm.errors import AioshmError, EngineDead, ProcessDied
 
 TEXT = Path(aioshm.errors.__file__).read_text().splitlines(keepends=True)
@@ -285,8 +285,10 @@ def demo(
         work = _run(times, readers, remote, say)
     try:
         report = run_interruptibly(work, LOOP)
-    except (AioshmError, OSError, ValueError) as error:
-        raise CommandFailed(str(error), UNUSABLE if isinstance(error, (OSError, ValueError)) else FAILED) from None
+    except AioshmError as error:
+        if isinstance(error, (OSError, ValueError)):
+            raise
+        raise CommandFailed(str(error)) from None
     if as_json:
         print_json({"aioshm": aioshm.__version__, "core": core, "loop": loop, "verified": True, **report})
     elif not engines:

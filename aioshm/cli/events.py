@@ -9,15 +9,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, cast
 
 import msgspec
 import typer
 
-from aioshm.cli.app import UNUSABLE, CommandFailed, run_interruptibly
-from aioshm.errors import AioshmError
+from aioshm.cli.app import run_interruptibly
 from aioshm.events import (
     Delivery,
     EventSubscriber,
@@ -80,10 +79,10 @@ def tail(
 
     async def run() -> None:
         shown = 0
-        async with (
-            _subscriber(endpoints, replay, topic, from_start) as subscriber,
-            _reporting_silence(subscriber, as_json),
-        ):
+        async with AsyncExitStack() as stack:
+            subscriber = await stack.enter_async_context(_subscriber(endpoints, replay, topic, from_start))
+            loop = asyncio.get_running_loop()
+            stack.callback(loop.call_later(_PATIENCE_S, _report_silence, subscriber, as_json).cancel)
             async for item in _deliveries(subscriber, duration):
                 if rank and item.source.rank not in rank:
                     continue
@@ -93,7 +92,7 @@ def tail(
                 if shown == count:
                     return
 
-    _run(run())
+    run_interruptibly(run())
 
 
 @events.command()
@@ -131,7 +130,7 @@ def record(
                 found = {"recorded": written, "file": str(output), "gaps": gaps}
                 _print_result(found, f"{written} batches recorded in {output}, {gaps} gaps", as_json)
 
-    _run(run())
+    run_interruptibly(run())
 
 
 @events.command()
@@ -187,7 +186,7 @@ def replay(
                 await asyncio.sleep(hold)
         _print_result({"published": published}, f"{published} batches published", as_json)
 
-    _run(run())
+    run_interruptibly(run())
 
 
 @events.command()
@@ -223,7 +222,7 @@ def stats(
                 if not reports:
                     _print("no publisher yet")
 
-    _run(run())
+    run_interruptibly(run())
 
 
 def _encoding_of(file: BinaryIO) -> Encoding:
@@ -253,24 +252,13 @@ async def _deliveries(subscriber: EventSubscriber, duration: float) -> AsyncIter
             continue
 
 
-@asynccontextmanager
-async def _reporting_silence(subscriber: EventSubscriber, as_json: bool) -> AsyncIterator[None]:
-    """Report, once, endpoints without a publisher."""
-
-    async def report() -> None:
-        await asyncio.sleep(_PATIENCE_S)
-        for endpoint in subscriber.unconnected:
-            if as_json:
-                _print(json.dumps({"endpoint": endpoint, "type": "nobody", "reason": _NO_PUBLISHER}))
-            else:
-                print(f"{endpoint}: {_NO_PUBLISHER}", file=sys.stderr, flush=True)
-
-    reporting_silence = asyncio.create_task(report())
-    try:
-        yield
-    finally:
-        reporting_silence.cancel()
-        await asyncio.gather(reporting_silence, return_exceptions=True)
+def _report_silence(subscriber: EventSubscriber, as_json: bool) -> None:
+    """Report endpoints without a publisher."""
+    for endpoint in subscriber.unconnected:
+        if as_json:
+            _print(json.dumps({"endpoint": endpoint, "type": "nobody", "reason": _NO_PUBLISHER}))
+        else:
+            print(f"{endpoint}: {_NO_PUBLISHER}", file=sys.stderr, flush=True)
 
 
 def _print(line: str) -> None:
@@ -286,50 +274,35 @@ def _print_notices(item: Delivery) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _run(work: Any) -> None:
-    """Run to the end; errors of the user are one line, not a traceback."""
-    try:
-        run_interruptibly(work)
-    except (AioshmError, OSError, ValueError) as error:
-        print(f"aioshm events: {error}", file=sys.stderr)
-        raise typer.Exit(UNUSABLE) from None
-    except CommandFailed as interruption:
-        raise typer.Exit(interruption.exit_code) from None
-
-
 def lines_of(item: Delivery, kinds: set[str], as_json: bool) -> list[str]:
-    """Return a line for each event of a delivery; ``kinds``, unless empty, selects event types."""
-    source: dict[str, Any] = {"endpoint": item.source.endpoint, "rank": item.source.rank}
-    if not isinstance(item, Received):
-        fields, text = _notice(item)
-        if as_json:
-            return [json.dumps(source | fields)]
-        return [f"{item.source}: {text}"]
+    """Return a line for each event of a delivery, or one line; ``kinds``, unless empty, selects event types."""
+    if isinstance(item, Received):
+        head = {"seq": item.seq, "ts": item.batch.ts, "replayed": item.replayed}
+        found = [(kind_of(event), _fields(event)) for event in item.batch.events]
+        found = [(kind, fields) for kind, fields in found if not kinds or kind in kinds]
+        where = f"{item.source} #{item.seq}"
+    else:
+        head = {}
+        found = [_notice(item)]
+        where = f"{item.source}:"
     lines = []
-    for event in item.batch.events:
-        kind = kind_of(event)
-        if kinds and kind not in kinds:
-            continue
-        fields = _fields(event)
+    for kind, fields in found:
         if as_json:
-            head = {"seq": item.seq, "ts": item.batch.ts, "replayed": item.replayed, "type": kind}
-            lines.append(json.dumps(source | head | fields))
+            source = {"endpoint": item.source.endpoint, "rank": item.source.rank}
+            lines.append(json.dumps(source | head | {"type": kind} | fields))
         else:
             shown = " ".join(f"{name}={value}" for name, value in fields.items())
-            lines.append(f"{item.source} #{item.seq} {kind} {shown}".rstrip())
+            lines.append(f"{where} {kind} {shown}".rstrip())
     return lines
 
 
-def _notice(item: Lost | Restarted | PublisherGone) -> tuple[dict[str, Any], str]:
-    """Return the JSON fields and the text of a delivery without events."""
+def _notice(item: Lost | Restarted | PublisherGone) -> tuple[str, dict[str, Any]]:
+    """Return the type and the fields of a delivery without events."""
     if isinstance(item, Lost):
-        fields = {"type": "lost", "first": item.first, "last": item.last, "reason": item.reason}
-        return fields, f"{item.first} to {item.last} lost: {item.reason}"
+        return "lost", {"first": item.first, "last": item.last, "reason": item.reason}
     if isinstance(item, Restarted):
-        fields = {"type": "restarted", "expected": item.expected, "reason": item.reason}
-        return fields, f"began again, {item.expected} was next: {item.reason}"
-    fields = {"type": "gone", "expected": item.expected, "after_s": round(item.after_s, 3)}
-    return fields, f"gone, no sign of it for {item.after_s:.3g} s"
+        return "restarted", {"expected": item.expected, "reason": item.reason}
+    return "gone", {"expected": item.expected, "after_s": round(item.after_s, 3)}
 
 
 def kind_of(event: KVEvent) -> str:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import eventually
-from typer.testing import CliRunner
 
-from aioshm.cli.events import events, lines_of
+from aioshm.cli.app import run
+from aioshm.cli.events import lines_of
 from aioshm.errors import CodecError
 from aioshm.events import (
     AllBlocksCleared,
@@ -36,11 +38,13 @@ from aioshm.events.recording import MAGIC, Record, Recorder, read_records
 from .helpers import ANY
 
 ROOT = Path(__file__).parents[2]
-runner = CliRunner()
 
 
 def invoke(*arguments: str) -> Any:
-    return runner.invoke(events, [*arguments])
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = run(["events", *arguments])
+    texts = {"stdout": out.getvalue(), "stderr": err.getvalue(), "output": out.getvalue() + err.getvalue()}
+    return SimpleNamespace(exit_code=code, **texts)
 
 
 @pytest.fixture
@@ -94,14 +98,18 @@ def test_tail_shows_losses(tmp_path: Path) -> None:
         publisher.flush(10)
         result = invoke("tail", *where(publisher), "--count", "1", "--json")
         assert json.loads(result.output.splitlines()[0])["type"] == "lost"
-        assert "0 to 1 lost" in invoke("tail", *where(publisher), "--count", "1").output
+        assert "lost first=0 last=1 reason=" in invoke("tail", *where(publisher), "--count", "1").output
 
 
 @pytest.mark.parametrize(
     ("item", "kind", "text"),
     [
-        (Restarted(Source("tcp://h:1", b"pod", 2), 7), "restarted", "7 was next: its numbers went back"),
-        (PublisherGone(Source("tcp://h:1", b"pod", 2), 7, 60.02), "gone", "gone, no sign of it for 60 s"),
+        (
+            Restarted(Source("tcp://h:1", b"pod", 2), 7),
+            "restarted",
+            "restarted expected=7 reason=its numbers went back",
+        ),
+        (PublisherGone(Source("tcp://h:1", b"pod", 2), 7, 60.02), "gone", "gone expected=7 after_s=60.02"),
     ],
 )
 def test_line_of_a_publisher_that_ended_names_it(item: Any, kind: str, text: str) -> None:
@@ -118,7 +126,7 @@ def replayed(file: Path, tmp_path: Path, count: int) -> list[bytes]:
     live, replay, again = f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replayed", tmp_path / "again.rec"
     player = subprocess.Popen(
         [
-            sys.executable, "-c", COMMAND,
+            sys.executable, "-m", "aioshm", "events",
             "replay", str(file), "--endpoint", live, "--replay", replay,
             "--speed", "0", "--wait", "0", "--hold", "60",
         ],
@@ -133,9 +141,6 @@ def replayed(file: Path, tmp_path: Path, count: int) -> list[bytes]:
         player.wait()
     with again.open("rb") as second:
         return [one.payload for one in read_records(second)]
-
-
-COMMAND = "from aioshm.cli.events import events; events()"
 
 
 def test_recording_is_replayed_with_the_same_payloads(publisher: ThreadedEventPublisher, tmp_path: Path) -> None:
@@ -177,7 +182,7 @@ def recorded(file: Path) -> list[int]:
 def test_interrupted_recording_is_readable(publisher: ThreadedEventPublisher, tmp_path: Path) -> None:
     file = tmp_path / "events.rec"
     recording = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "record", *where(publisher)[:-2], "-o", str(file)],
+        [sys.executable, "-m", "aioshm", "events", "record", *where(publisher)[:-2], "-o", str(file)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
