@@ -60,16 +60,8 @@ def doctor(
     findings = [*examine(), _waiting(wake_up_ns, os.getloadavg()[0])]
     left = [_orphan(name, remove=clean) for name in orphans()]
     if as_json:
-        costs = {"wake_up_ns": bounded(wake_up_ns)}
-        print_json(
-            {
-                "aioshm": aioshm.__version__,
-                "findings": findings,
-                "topology": _topology(),
-                "costs": costs,
-                "orphans": left,
-            }
-        )
+        report = {"aioshm": aioshm.__version__, "findings": findings, "topology": _topology()}
+        print_json(report | {"costs": {"wake_up_ns": bounded(wake_up_ns)}, "orphans": left})
     else:
         console = Console(highlight=False)
         _show(console, findings)
@@ -82,10 +74,17 @@ def doctor(
 
 def examine() -> Iterator[Finding]:
     """Run all checks; they change nothing."""
-    yield _python()
-    yield _platform()
+    yield Finding("python", "good", f"{platform.python_implementation()} {platform.python_version()}")
+    system = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    if sys.platform in ("linux", "darwin"):
+        yield Finding("platform", "good", system)
+    else:
+        yield Finding("platform", "bad", system, "aioshm runs on Linux and macOS")
     yield _settings()
-    yield _cpus()
+    if (cpus := usable_cpus()) == 1:
+        yield Finding("usable CPUs", "note", "1", "nothing spins, every wait sleeps: allow two or more CPUs")
+    else:
+        yield Finding("usable CPUs", "good", str(cpus))
     if sys.platform == "linux":
         yield _process_one()
     yield _native("native core", native_core, "every message costs some microseconds more")
@@ -100,21 +99,15 @@ def examine() -> Iterator[Finding]:
         refused="set AIOSHM_BACKING=named, or let the container's seccomp profile allow it",
     )
     yield _named_memory()
-    yield _zeromq()
+    libraries = f"pyzmq {zmq.__version__}, libzmq {zmq.zmq_version()}"
+    if zmq.has("ipc"):
+        yield Finding("zeromq", "good", libraries)
+    else:
+        advice = "events over ipc:// need it: install another pyzmq"
+        yield Finding("zeromq", "bad", f"{libraries} without ipc", advice)
     yield _package("uvloop", "a faster event loop: pip install 'aioshm[uvloop]'")
     yield _package("numpy", "needed for arrays and tensors only: pip install numpy")
     yield _package("torch", "needed for tensors only: pip install 'aioshm[torch]'")
-
-
-def _python() -> Finding:
-    return Finding("python", "good", f"{platform.python_implementation()} {platform.python_version()}")
-
-
-def _platform() -> Finding:
-    found = f"{platform.system()} {platform.release()} on {platform.machine()}"
-    if sys.platform in ("linux", "darwin"):
-        return Finding("platform", "good", found)
-    return Finding("platform", "bad", found, "aioshm runs on Linux and macOS")
 
 
 def _settings() -> Finding:
@@ -124,13 +117,6 @@ def _settings() -> Finding:
     except ValueError as error:
         return Finding("settings", "bad", str(error), "correct or unset the variable")
     return Finding("settings", "good", ", ".join(f"{name}={os.environ[name]}" for name in names) or "the defaults")
-
-
-def _cpus() -> Finding:
-    cpus = usable_cpus()
-    if cpus == 1:
-        return Finding("usable CPUs", "note", "1", "nothing spins, every wait sleeps: allow two or more CPUs")
-    return Finding("usable CPUs", "good", str(cpus))
 
 
 def _process_one() -> Finding:
@@ -228,13 +214,6 @@ def _named_memory() -> Finding:
         )
     # Truncating a segment ends all processes of its queue with SIGBUS.
     return Finding(name, "good", f"{found}, for backing='named': not sealed against being truncated, as a memfd is")
-
-
-def _zeromq() -> Finding:
-    found = f"pyzmq {zmq.__version__}, libzmq {zmq.zmq_version()}"
-    if not zmq.has("ipc"):
-        return Finding("zeromq", "bad", f"{found} without ipc", "events over ipc:// need it: install another pyzmq")
-    return Finding("zeromq", "good", found)
 
 
 def _package(name: str, without: str) -> Finding:
