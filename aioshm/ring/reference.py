@@ -568,7 +568,10 @@ class ReaderBase(_End):
             return None
         self.published_ns = at_ns
         start += at.SLOT_HEADER_BYTES  # as many as a chunk's header has
-        return bytes(view[start : start + size])
+        message = bytes(view[start : start + size])
+        if self.was_evicted():  # a torn message is not to be decoded
+            return None
+        return message
 
     def _fails_again(self) -> bool:
         """Return whether the next message cannot be decoded: an error of a signal handler does not recur."""
@@ -581,9 +584,9 @@ class ReaderBase(_End):
     def was_evicted(self) -> bool:
         """Return whether the writer did not wait for this reader: it may have refilled the slot that was read."""
         memory_fence()  # after what was read
-        if self._flags[self._index * self._row_bytes + self._flag]:
-            return True
-        return bool(_WORD.unpack_from(self._view, self._slot() + _SEQ_AT)[0] != self.seq)
+        passed_over: bool = self._flags[self._index * self._row_bytes + self._flag] != 0
+        self._order()  # whoever sees the flag cleared for a later message sees that message's number, too
+        return passed_over or _WORD.unpack_from(self._view, self._slot() + _SEQ_AT)[0] != self.seq
 
     def ready(self) -> bool:
         # In this order: a slot that is cleared already and still written, from the lap before, is being published.

@@ -100,9 +100,21 @@ static const uint8_t *chunk_body(const End *end, uint64_t number, uint64_t seq, 
     return NULL;
 }
 
-/* Copy the next message, which is there, or return NULL without an error if it is not an ordinary one. */
-static PyObject *copy_plain(End *end)
+/* Whether the writer did not wait for this reader: it set the reader's flag, and may have filled the slot again since. */
+static inline bool was_evicted(const ReaderEnd *self)
 {
+    const End *end = &self->end;
+    atomic_thread_fence(memory_order_acquire);  /* after what was read */
+    /* acquire: whoever sees the flag cleared for a later message sees that message's number, too */
+    return atomic_load_explicit((_Atomic uint8_t *)(flags_of(end, end->index) + end->flag), memory_order_acquire)
+        || load_word(slot_of(end, end->index) + 8) != end->seq;
+}
+
+/* Copy the next message, which is there, or return NULL without an error if it is not an ordinary one, or if the writer
+ * may have overwritten it meanwhile: a torn message is not to be decoded. */
+static PyObject *copy_plain(ReaderEnd *self)
+{
+    End *end = &self->end;
     const uint64_t most = end->raw ? TAKE_MAX : COPY_MAX;
     const uint8_t *slot = slot_of(end, end->index), *body = slot + SLOT_HEADER_BYTES;
     const uint64_t words[4] = {load_word(slot), load_word(slot + 8), load_word(slot + 16), load_word(slot + 24)};
@@ -116,14 +128,17 @@ static PyObject *copy_plain(End *end)
     if (body == NULL)
         return NULL;
     end->published_ns = words[2];
-    return PyBytes_FromStringAndSize((const char *)body, (Py_ssize_t)size);
+    PyObject *message = PyBytes_FromStringAndSize((const char *)body, (Py_ssize_t)size);
+    if (message != NULL && was_evicted(self))
+        Py_CLEAR(message);
+    return message;
 }
 
 /* Decode the next message, which is there and stays where it is; `slow_path` if it is no ordinary one. */
 static PyObject *decode(ReaderEnd *self)
 {
     End *end = &self->end;
-    PyObject *obj = copy_plain(end), *arg = obj, *callable = end->code;
+    PyObject *obj = copy_plain(self), *arg = obj, *callable = end->code;
     if (obj == NULL) {
         if (PyErr_Occurred())
             return NULL;
@@ -168,15 +183,6 @@ static bool is_damaged(ReaderEnd *self)
     }
     Py_XDECREF(obj);
     return self->damaged;
-}
-
-/* Whether the writer did not wait for this reader: it set the reader's flag, and may have filled the slot again since. */
-static inline bool was_evicted(const ReaderEnd *self)
-{
-    const End *end = &self->end;
-    atomic_thread_fence(memory_order_acquire);  /* after what was read */
-    return atomic_load_explicit((_Atomic uint8_t *)(flags_of(end, end->index) + end->flag), memory_order_relaxed)
-        || load_word(slot_of(end, end->index) + 8) != end->seq;
 }
 
 /* Return what stands for no message instead of one, or of the error, that an evicted reader has made of a slot. */
@@ -283,7 +289,7 @@ static PyObject *reader_take_many(ReaderEnd *self, PyObject *arg)
     }
     end->in_use++;
     while (n < most && is_ready(end, end->index)) {
-        PyObject *obj = copy_plain(end);
+        PyObject *obj = copy_plain(self);
         if (obj == NULL)
             break;
         if (!end->raw) {
