@@ -6,19 +6,21 @@ Real: `Outbox`, `ReplayBuffer`, `SourceTracker` with its numbering, `BlockIndex`
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 from aioshm.events.protocol.index import BlockIndex, follow
 from aioshm.events.protocol.messages import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    Delivery,
     KVEventBatch,
     Lost,
     Received,
     Restarted,
 )
 from aioshm.events.protocol.outbox import Outbox, ReplayBuffer
-from aioshm.events.protocol.tracker import Message, SourceTracker
+from aioshm.events.protocol.tracker import Connection, Message, SourceTracker
 from tools.simulate.world import World
 
 TOPIC = b"topic"
@@ -94,7 +96,8 @@ class Subscriber:
 
     def __init__(self, publisher: Publisher, *, can_replay: bool) -> None:
         self.world, self.publisher, self.can_replay = publisher.world, publisher, can_replay
-        self.tracker = SourceTracker("tcp://p", None, can_replay=can_replay)
+        self.out: deque[Delivery] = deque()
+        self.tracker = SourceTracker("tcp://p", None, self.out.append, can_replay=can_replay)
         chance = self.world.chance
         self._cut_off = chance.choice([0, 0.15, 0.15, 0.5])  # so many answers, before they have ended
         self._unheard = chance.choice([0, 0.5])  # so many questions, of those to a publisher that is gone meanwhile
@@ -103,9 +106,9 @@ class Subscriber:
         self._attempts = 0
         self.restarts = 0
         self.up = True
-        self._epoch = 0
+        self._epoch = self._same = Connection()
         self._last = 0.0
-        self._live: list[tuple[Message, int, int]] = []  # has come, and is not read while there is a question
+        self._live: list[tuple[Message, Connection, int]] = []  # has come, and is not read while there is a question
         self._arrivals = 0
         self._answering = False
         self.next = self.failed = 0
@@ -125,16 +128,16 @@ class Subscriber:
             return
         epoch = self._epoch
         self._last = at = max(self._last + 1e-6, self.world.now + self.world.between(0.0005, 0.03))
-        self.world.loop.call_at(at, lambda: self._arrive(message, epoch) if epoch == self._epoch else None)
+        self.world.loop.call_at(at, lambda: self._arrive(message, epoch) if epoch is self._epoch else None)
 
-    def _arrive(self, message: Message, epoch: int) -> None:
+    def _arrive(self, message: Message, epoch: Connection) -> None:
         self._live.append((message, epoch, self._arrivals))
         self._arrivals += 1
         self._work()
 
     def cut(self) -> None:
         """Lose the connection."""
-        self._epoch += 1
+        self._epoch = Connection()
         if self.up:
             self.up = False
             self.world.loop.call_later(self.world.between(0.01, 0.5), self._come_back)
@@ -156,7 +159,7 @@ class Subscriber:
             elif self._live:
                 message, epoch, arrival = self._live.pop(0)
                 # Where replay answers, a connection that came back raises the same doubt as a batch over a new one.
-                tracker.live(message, 0 if self.can_replay else epoch, arrival)
+                tracker.live(message, self._same if self.can_replay else epoch, arrival)
             else:
                 return
 
@@ -217,8 +220,8 @@ class Subscriber:
     def _take(self) -> None:
         """Check what is delivered."""
         check = self.world.check
-        while self.tracker.out:
-            each = self.tracker.out.popleft()
+        while self.out:
+            each = self.out.popleft()
             follow(self.index, each)  # type: ignore[arg-type]
             self.world.note(f"a subscriber gets {type(each).__name__}, {self.next} is next")
             if isinstance(each, Restarted):
@@ -311,7 +314,7 @@ async def _settled(world: World, subscriber: Subscriber) -> None:
     else:
         at = subscriber.incarnation, subscriber.next
         world.check(False, f"a subscriber is at {at}, the publisher at {(publisher.incarnation, last + 1)}")
-    world.check(not tracker.out, "something was not taken")
+    world.check(not subscriber.out, "something was not taken")
     if subscriber.can_replay and publisher.buffer == LARGE and not subscriber.failed and publisher.incarnation == 0:
         sent = publisher.sent[0]
         missing = [number for number in range(publisher.outbox.published) if number not in sent]

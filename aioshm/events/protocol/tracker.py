@@ -1,12 +1,12 @@
 """State of one subscriber's endpoint: the publishers there, their numbers, and the next action. No I/O.
 
 Live messages go in with ``live``. As long as ``asking`` is not None, the caller sends a replay request from that number
-instead, puts the replies in with ``replayed`` and finishes with ``replay_ended`` or ``replay_failed``. Deliveries come
-out of ``out``.
+instead (``asked``), puts the replies in with ``replayed`` and finishes with ``replay_ended`` or ``replay_failed``.
 
 A request starts at the number that was delivered *last*, not at the first missing one. The answer of the same process
 then begins with a known batch. If it begins with a different batch, or is empty, the publisher has restarted, even if
-the new numbers continue exactly where the old ones ended.
+the new numbers continue exactly where the old ones ended. A stream whose last batch is older than the request is
+requested again, from its own last batch.
 
 If the publisher's replay buffer is short and live messages wait for long, an answer may begin after a waiting live
 message. The live messages are then delivered first, and the remaining answer is ignored.
@@ -19,9 +19,10 @@ such a stream is no longer requested. ``forget_gone`` reports and forgets stream
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Literal, NamedTuple, TypeAlias
 
 from aioshm.errors import CodecError
@@ -84,285 +85,254 @@ class Message(NamedTuple):
     payload: bytes
 
 
-class Verdict(Enum):
-    """The meaning of a number."""
+@dataclass(eq=False, slots=True)
+class Connection:
+    """A connection over which live messages come."""
 
-    NEXT = auto()  # the expected number
-    GAP = auto()  # numbers before this number are missing
-    COPY = auto()  # delivered before
-    BACK = auto()  # an old number with new content: the publisher restarted
-    UNSURE = auto()  # an old number whose content is no longer known
+    ended: bool = False
 
 
+# A number is the expected one; numbers before it are missing; it was delivered before; it is an old number with new
+# content, so the publisher restarted; or it is an old number whose content is no longer known.
+Verdict: TypeAlias = Literal["next", "gap", "copy", "back", "unsure"]
+
+
+@dataclass(eq=False, slots=True)
 class _Stream:
     """One publisher's batches, and the consumer's position in their numbers."""
 
-    def __init__(self, source: Source, expected: int) -> None:
-        self.source: Source = source
-        self.expected: int = expected  # the next number
-        # Number and hash of the last delivery; None before the first delivery.
-        self.last: tuple[int, int] | None = None
-        # Live batches may come from another process, until a replay confirms one of them.
-        self.doubted: bool = False
-        self.connection: object = None  # connection of the last live batch
-        # `connection` is new, and no replay has confirmed that the process is the same.
-        self.moved: bool = False
-        self.ended: bool = False  # `connection` has ended
-        self.absent: bool = False  # the replay port has no batches of this stream: no requests
-        # Live messages with a lower arrival number came before a request that was answered since.
-        self.covered: int = 0
-        self._fingerprints: deque[int] = deque(maxlen=REMEMBERED)  # of the numbers directly before ``expected``
+    source: Source
+    expected: int  # the next number
+    last: tuple[int, int] | None = None  # number and hash of the last delivery
+    doubted: bool = False  # live batches may come from another process, until a replay confirms one of them
+    connection: Connection | None = None  # of the last live batch
+    moved: bool = False  # `connection` is new, and no replay has confirmed that the process is the same
+    absent: bool = False  # the replay port has no batches of this stream: no requests
+    covered: int = 0  # live messages that arrived before this number are older than an answered request
+    fingerprints: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # of numbers before `expected`
 
-    def judge(self, seq: int, mark: int) -> Verdict:
-        """Return the meaning of number ``seq`` whose payload has the hash ``mark``; changes nothing."""
-        if seq == self.expected:
-            return Verdict.NEXT
-        if seq > self.expected:
-            return Verdict.GAP
+    @property
+    def position(self) -> int:
+        """The number from which a replay shows whether the publisher is the same process."""
+        return self.expected if self.last is None else self.last[0]
+
+    def judge(self, message: Message) -> Verdict:
+        """Return the meaning of a message's number."""
+        if message.seq == self.expected:
+            return "next"
+        if message.seq > self.expected:
+            return "gap"
         if self.last is None:
-            return Verdict.BACK
-        age = self.expected - seq
-        if age > len(self._fingerprints):
-            return Verdict.UNSURE
-        if self._fingerprints[-age] == mark:
-            return Verdict.COPY
-        return Verdict.BACK
-
-    def accept(self, seq: int, mark: int) -> None:
-        """Record that ``seq``, the expected number, has been delivered."""
-        assert seq == self.expected
-        self._fingerprints.append(mark)
-        self.last = (seq, mark)
-        self.expected = seq + 1
-
-    def skip_to(self, seq: int) -> None:
-        """Give up the numbers before ``seq``."""
-        assert seq > self.expected
-        self._fingerprints.clear()  # older numbers are UNSURE from now on, never wrongly a copy
-        self.expected = seq
-
-    def begin_again(self) -> None:
-        """Expect 0, from a new publisher."""
-        self.expected = 0
-        self.last = None
-        self.doubted = False
-        self.moved = False
-        self._fingerprints.clear()
+            return "back"
+        age = self.expected - message.seq
+        if age > len(self.fingerprints):
+            return "unsure"
+        return "copy" if self.fingerprints[-age] == hash(message.payload) else "back"
 
 
-@dataclass(slots=True)
-class _Job:
+@dataclass(eq=False, slots=True)
+class _Question:
     """A replay request: is the publisher the same process, and which batches did it send since?"""
 
     stream: _Stream | None  # None: everything from the start number on
-    pending: Message | None = None  # the live message that caused this request
     is_scan: bool = False  # everything: the publisher does not have the last delivered batch
-    answered: bool = False  # the answer has batches of the stream
-    same: bool = False  # the answering publisher has the last delivered batch
+    start: int = 0  # the first requested number
     asked_at: int = 0  # number of live messages that had come when the request was sent
     outdated: bool = False  # a connection came back since: the publisher may be another one by now
-    disowned: set[_Stream] = field(default_factory=set)  # streams that are requested again, from their own position
+    known: set[_Stream] = field(default_factory=set)  # streams in the answer
+    skipped: set[_Stream] = field(default_factory=set)  # streams that are requested again, from their own position
 
 
 class SourceTracker:
-    """The numbers of all publishers behind one endpoint."""
+    """The numbers of all publishers behind one endpoint; passes deliveries to ``emit``."""
 
     def __init__(
         self,
         endpoint: str,
         start: Start,
+        emit: Callable[[Delivery], object],
         *,
         can_replay: bool,
         gone_after_s: float | None = None,
         stats: SubscriberStats | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.out: deque[Delivery] = deque()  # deliveries for the consumer; the caller takes them from the left
         self.stats: SubscriberStats = stats or SubscriberStats()
+        self.refusal: str = ""  # why the caller refused the last message that it could not use
+        self._emit = emit
         self._endpoint = endpoint
         self._start = start
         self._can_replay = can_replay
         self._gone_after_s = gone_after_s
-        self._missing: dict[_Stream, float | None] = {}  # with the time since when, set by the first `gone_at`
+        self._clock = clock
+        self._missing: dict[_Stream, float] = {}  # with the time since when
         self._streams: dict[tuple[bytes | None, int | None], _Stream] = {}
-        self._jobs: deque[_Job] = deque()
+        self._questions: deque[_Question] = deque()  # the first one is asked
+        self._pending: tuple[_Stream, Message] | None = None  # the live message that waits for an answer
         if can_replay and start != "live":
-            self._jobs.append(_Job(None))
+            self._questions.append(_Question(None))
 
-    @property
-    def asking(self) -> int | None:
-        """The number from which a replay is wanted now, or None."""
-        if not self._jobs:
-            return None
-        job = self._jobs[0]
-        if job.stream is None and isinstance(self._start, int):
-            return self._start
-        if job.stream is None or job.is_scan:
-            return 0
-        if job.stream.last is None:
-            return job.stream.expected
-        return job.stream.last[0]
+    # Live messages
 
-    def live(self, message: Message, connection: object = 0, arrival: int = 0) -> None:
-        """Take a live message that ``arrival`` live messages preceded; read no more while ``asking`` is not None."""
-        stream = self._stream(message)
+    def live(self, message: Message, connection: Connection, arrival: int = 0) -> None:
+        """Take a live message that ``arrival`` live messages preceded. Call it only while ``asking`` is None."""
+        stream = self._find(message)
         stream.absent = False
-        if self._missing:
-            self._missing.pop(stream, None)
-        if stream.connection != connection:
+        if stream.connection is not connection:
             if stream.connection is not None and stream.last is not None:
                 stream.moved = True
                 stream.doubted = True
             stream.connection = connection
-            stream.ended = False
+        self._missing.pop(stream, None)
+        if connection.ended:
+            self._missing[stream] = self._clock()
         if arrival < stream.covered:  # the answer would have it, unless its publisher was gone before
-            verdict = stream.judge(message.seq, hash(message.payload))
-            if verdict in (Verdict.COPY, Verdict.UNSURE):
-                self.stats.duplicates += 1
-            else:
-                self.stats.garbage += 1
-        elif not self._jobs:
+            self._drop(stream.judge(message))
+        else:
             self._judge_live(stream, message)
-        else:  # a connection came back just before: the message waits for the answer that is requested anyway
-            self._jobs.append(_Job(stream, message))
+
+    def _judge_live(self, stream: _Stream, message: Message) -> None:
+        verdict = stream.judge(message)
+        if verdict == "gap":
+            self.stats.gaps += 1
+        if not self._can_replay:
+            self._settle(stream, message, "no replay endpoint was given")
+        elif stream.doubted or verdict in ("gap", "unsure"):
+            self._pending = (stream, message)
+            self._questions.append(_Question(stream))
+        elif verdict == "copy":
+            self._drop(verdict)
+        elif verdict == "back":
+            self._begin_again(stream)
+            self._judge_live(stream, message)
+        else:
+            self._deliver(stream, message, replayed=False)
 
     def reconnected(self) -> None:
         """Record that a broken connection is back: live messages may come from another process."""
         for stream in self._streams.values():
             stream.doubted = self._can_replay
-        for job in self._jobs:
-            job.outdated = True
+        if self._questions:
+            self._questions[0].outdated = True
         self.check()
 
-    def disconnected(self, connection: object) -> None:
-        """Record that a connection ended, after its last message was taken."""
-        for stream in self._streams.values():
-            if stream.connection in (None, connection):
-                stream.connection = connection
-                stream.ended = True
-                self._missing.setdefault(stream, None)
+    # Replay
 
-    def gone_at(self, now: float) -> float | None:
-        """Return when the next publisher will have been missing for too long; None if none is missing."""
-        if not self._missing or self._gone_after_s is None:
+    @property
+    def asking(self) -> int | None:
+        """The number from which a replay is wanted now, or None."""
+        if not self._questions:
             return None
-        for stream, since in self._missing.items():
-            if since is None:
-                self._missing[stream] = now
-        return min(since for since in self._missing.values() if since is not None) + self._gone_after_s
-
-    def forget_gone(self, now: float) -> None:
-        """Report and forget the publishers that have been missing for too long."""
-        due = self.gone_at(now)
-        if due is None or due > now:
-            return
-        for stream, since in list(self._missing.items()):
-            assert since is not None
-            assert self._gone_after_s is not None
-            if since + self._gone_after_s > now:
-                continue
-            if any(job.stream is stream and job.pending is not None for job in self._jobs):
-                self._missing[stream] = now  # one of its batches waits for an answer
-                continue
-            self._forget(stream)
-            self.stats.gone += 1
-            self.out.append(PublisherGone(stream.source, stream.expected, now - since))
+        question = self._questions[0]
+        if question.stream is None and isinstance(self._start, int):
+            return self._start
+        if question.stream is None or question.is_scan:
+            return 0
+        return question.stream.position
 
     def check(self) -> None:
         """Request a replay of every stream, although nothing seems to be missing."""
-        if not self._can_replay or self._jobs:
+        if not self._can_replay or self._questions:
             return
         streams = [stream for stream in self._streams.values() if stream.last is not None and not stream.absent]
-        self._jobs.extend(_Job(stream) for stream in streams)
+        self._questions.extend(_Question(stream) for stream in streams)
         if not streams and self._start != "live":
-            self._jobs.append(_Job(None))
+            self._questions.append(_Question(None))
 
     def asked(self, arrivals: int) -> None:
-        """Note that the current replay request is sent now; ``arrivals``: live messages received so far."""
-        self._jobs[0].asked_at = arrivals
+        """Note that the replay from ``asking`` on is requested now; ``arrivals``: live messages received so far."""
+        question = self._questions[0]
+        self._questions[0] = _Question(question.stream, question.is_scan, self.asking or 0, arrivals)
 
     def replayed(self, message: Message) -> bool:
         """Take one reply to the current request; False if the remaining answer is not wanted."""
-        job = self._jobs[0]
-        stream = self._stream(message, job.stream)
-        if stream.absent and stream is not job.stream:  # back: the answer to its own request identifies the process
-            self._ask_again(job, stream)
+        question = self._questions[0]
+        stream = self._find(message, question.stream)
         self._confirm(stream)
-        if stream in job.disowned:
+        if stream in question.skipped:
             return True
-        mark = hash(message.payload)
-        if stream is job.stream and not job.answered:
-            pending = job.pending
-            if pending is not None and not stream.doubted and stream.expected <= pending.seq < message.seq:
-                self._jobs.popleft()
-                self._settle(stream, pending, hash(pending.payload), _NOT_KEPT)
+        if stream not in question.known:
+            if self._is_older(stream, message):
+                self._questions.popleft()
+                self._judge_pending(question, _NOT_KEPT, ended=False)
                 return False
-            job.answered = True
-            if job.is_scan:
+            question.known.add(stream)
+            stream.moved = False
+            if question.is_scan and stream is question.stream:
+                question.is_scan = False  # another attempt continues behind this reply
                 self._begin_again(stream)
-            job.same = stream.last in (None, (message.seq, mark))
-            if job.same and stream.last is not None:
-                return True  # the last delivered batch
-        verdict = stream.judge(message.seq, mark)
-        if verdict is Verdict.BACK:
+        verdict = stream.judge(message)
+        if verdict == "back":
             self._begin_again(stream)
-            self._ask_again(job, stream)
-        elif verdict is Verdict.GAP and stream is not job.stream and (self.asking or 0) > stream.expected:
-            self._ask_again(job, stream)  # the request was for another stream, and began after this stream's next batch
-        elif verdict in (Verdict.COPY, Verdict.UNSURE):
-            self.stats.duplicates += 1
+            verdict = stream.judge(message)
+        if verdict in ("copy", "unsure"):
+            if (message.seq, hash(message.payload)) != stream.last:
+                self._drop(verdict)
+        elif question.start > stream.position:
+            question.skipped.add(stream)
+            self._questions.insert(1, _Question(stream))
         else:
-            if verdict is Verdict.GAP:
-                self._give_up(stream, message.seq, _NOT_KEPT)
-            self._deliver(stream, message, mark, replayed=True)
+            self._give_up(stream, message.seq, _NOT_KEPT)
+            self._deliver(stream, message, replayed=True)
         return True
+
+    def _is_older(self, stream: _Stream, message: Message) -> bool:
+        """Return whether the waiting live message comes before a reply, of the same process."""
+        if self._pending is None or self._pending[0] is not stream or stream.doubted:
+            return False
+        return stream.expected <= self._pending[1].seq < message.seq
 
     def replay_ended(self) -> None:
         """Take the end of the answer."""
-        job = self._jobs.popleft()
-        stream = job.stream
-        if stream is None or stream in job.disowned:
+        question = self._questions.popleft()
+        stream = question.stream
+        if stream is None or stream in question.skipped:
             return
-        if not job.answered and not job.is_scan and stream.last is not None:
-            self._jobs.appendleft(_Job(stream, job.pending, is_scan=True))
+        if stream in question.known:
+            stream.covered = question.asked_at
+        elif not question.is_scan and stream.last is not None:
+            self._questions.appendleft(_Question(stream, is_scan=True))
             return
-        if job.answered:
-            stream.covered = job.asked_at
-        if job.pending is not None:
-            self._judge_pending(job, stream, job.pending, _NOT_KEPT, ended=True)
-        elif not job.answered and stream.last is not None:
+        if self._pending is not None and self._pending[0] is stream:
+            self._judge_pending(question, _NOT_KEPT, ended=True)
+        elif stream not in question.known and stream.last is not None:
             stream.doubted = True
             stream.absent = True
-            self._missing.setdefault(stream, None)
+            self._missing.setdefault(stream, self._clock())
 
     def replay_failed(self, reason: str) -> None:
         """Record that there will be no answer, and continue without it."""
-        job = self._jobs.popleft()
-        if job.stream is None or job.stream in job.disowned:
+        question = self._questions.popleft()
+        stream = question.stream
+        if stream is None or stream in question.skipped:
             return
-        if job.pending is not None:
-            self._judge_pending(job, job.stream, job.pending, reason, ended=False)
+        if self._pending is not None and self._pending[0] is stream:
+            self._judge_pending(question, reason, ended=False)
         else:
-            job.stream.doubted = True
+            stream.doubted = True
 
-    def _judge_pending(self, job: _Job, stream: _Stream, pending: Message, reason: str, *, ended: bool) -> None:
-        """Judge a live message after the answer to the request that the message caused."""
-        mark = hash(pending.payload)
-        verdict = stream.judge(pending.seq, mark)
-        if job.answered:
-            stream.moved = False
-        if verdict is Verdict.COPY or (job.answered and verdict is Verdict.UNSURE):
-            self.stats.duplicates += 1
-            if verdict is Verdict.COPY and (job.answered or not ended):  # without an answer, more requests are useless
-                stream.doubted = job.outdated
-        elif job.answered and ended and verdict in (Verdict.GAP, Verdict.NEXT):
-            self.stats.garbage += 1  # a complete answer of its publisher would have it
-        elif job.same and verdict is Verdict.BACK:
-            self.stats.garbage += 1  # of a publisher that was gone before the answer
+    def _judge_pending(self, question: _Question, reason: str, *, ended: bool) -> None:
+        """Judge the live message that waited for the answer to a request."""
+        assert self._pending is not None
+        stream, message = self._pending
+        self._pending = None
+        verdict = stream.judge(message)
+        answered = stream in question.known
+        if answered and (ended or verdict not in ("next", "gap")):
+            self._drop(verdict)  # a complete answer of its publisher would have it
+            settled = verdict == "copy"
+        elif verdict == "copy":
+            self._drop(verdict)
+            settled = not ended  # without an answer, more requests are useless
         else:
-            self._settle(stream, pending, mark, reason)
-            stream.doubted = job.outdated
+            self._settle(stream, message, reason)
+            settled = True
+        if settled:
+            stream.doubted = question.outdated
 
-    def _stream(self, message: Message, asked: _Stream | None = None) -> _Stream:
+    # Streams
+
+    def _find(self, message: Message, asked: _Stream | None = None) -> _Stream:
         """Find or create the stream of a message.
 
         Old replay ports send no topic: such a reply belongs to the requested stream if the rank
@@ -383,10 +353,8 @@ class SourceTracker:
             stream = self._streams.pop((None, rank))  # keeps its source, by which consumers know the stream
         if stream is None:
             self._make_room()
-            first = 0
-            if isinstance(self._start, int):
-                first = self._start
-            elif self._start == "live":
+            first = self._start or 0
+            if first == "live":
                 first = message.seq
             stream = _Stream(Source(self._endpoint, *key), first)
         self._streams[key] = stream
@@ -395,76 +363,102 @@ class SourceTracker:
     def _make_room(self) -> None:
         count = len(self._streams)
         if count >= MAX_STREAMS // 2 and not self._missing:
-            self._missing = dict.fromkeys(self._streams.values())  # until the next message of each
+            self._missing = dict.fromkeys(self._streams.values(), self._clock())  # until the next message of each
         if count >= MAX_STREAMS:
             raise CodecError(f"this endpoint has {count} publishers, by topic and rank: no more are accepted")
 
-    def _ask_again(self, job: _Job, stream: _Stream) -> None:
-        """Ignore the stream in the remaining answer, and request the stream next."""
-        job.disowned.add(stream)
-        pending = job.pending if stream is job.stream else None
-        self._jobs.insert(1, _Job(stream, pending))
+    def disconnected(self, connection: Connection) -> None:
+        """Record that a connection ended; its last messages may still come."""
+        connection.ended = True
+        for stream in self._streams.values():
+            if stream.connection in (None, connection):
+                stream.connection = connection
+                self._missing.setdefault(stream, self._clock())
 
     def _confirm(self, stream: _Stream) -> None:
         """Record that the replay port has batches of a stream."""
         stream.absent = False
-        if stream not in self._missing:
+        if self._missing.pop(stream, None) is None:
             return
-        if stream.ended:
-            self._missing[stream] = None  # the time restarts: answers alone do not show when a publisher ends
-        else:
+        if stream.connection is not None and stream.connection.ended:
+            # The time restarts: answers alone do not show when a publisher ends.
+            self._missing[stream] = self._clock()
+
+    @property
+    def gone_at(self) -> float | None:
+        """When the next publisher will have been missing for too long; None if none is missing."""
+        if not self._missing or self._gone_after_s is None:
+            return None
+        return min(self._missing.values()) + self._gone_after_s
+
+    def forget_gone(self) -> None:
+        """Report and forget the publishers that have been missing for too long."""
+        now = self._clock()
+        due = self.gone_at
+        if due is None or due > now:
+            return
+        for stream, since in list(self._missing.items()):
+            if since + (self._gone_after_s or 0) > now:
+                continue
+            if self._pending is not None and self._pending[0] is stream:
+                self._missing[stream] = now
+                continue
             del self._missing[stream]
+            self._streams = {key: known for key, known in self._streams.items() if known is not stream}
+            for question in self._questions:
+                if question.stream is stream:
+                    question.stream = None
+            self.stats.gone += 1
+            self._emit(PublisherGone(stream.source, stream.expected, now - since))
 
-    def _forget(self, stream: _Stream) -> None:
-        del self._missing[stream]
-        self._streams = {key: known for key, known in self._streams.items() if known is not stream}
-        kept: deque[_Job] = deque()
-        for position, job in enumerate(self._jobs):
-            if position == 0 and job.stream is stream:
-                job.stream = None  # the request is already sent
-            if position == 0 or job.stream is not stream:
-                kept.append(job)
-        self._jobs = kept
+    # Deliveries
 
-    def _judge_live(self, stream: _Stream, message: Message) -> None:
-        mark = hash(message.payload)
-        verdict = stream.judge(message.seq, mark)
-        if verdict is Verdict.GAP:
-            self.stats.gaps += 1
-        if self._can_replay and (stream.doubted or verdict in (Verdict.GAP, Verdict.UNSURE)):
-            self._jobs.append(_Job(stream, message))
-        elif self._can_replay and verdict is Verdict.COPY:
-            self.stats.duplicates += 1
-        elif self._can_replay and verdict is Verdict.BACK:
-            self._begin_again(stream)
-            self._judge_live(stream, message)
-        else:
-            self._settle(stream, message, mark, "no replay endpoint was given")
-
-    def _settle(self, stream: _Stream, message: Message, mark: int, reason: str) -> None:
+    def _settle(self, stream: _Stream, message: Message, reason: str) -> None:
         """Deliver a live message without replay: missing numbers are lost, and older numbers mean a restart."""
         if message.seq < stream.expected:
             self._begin_again(stream)
         elif stream.moved:
             self._begin_again(stream, _UNPROVED)
-        if message.seq > stream.expected:
-            self._give_up(stream, message.seq, reason)
-        self._deliver(stream, message, mark, replayed=False)
+        self._give_up(stream, message.seq, reason)
+        self._deliver(stream, message, replayed=False)
 
-    def _deliver(self, stream: _Stream, message: Message, mark: int, *, replayed: bool) -> None:
+    def _deliver(self, stream: _Stream, message: Message, *, replayed: bool) -> None:
+        assert message.seq == stream.expected
         if replayed and stream.last is None:  # live messages of an older process may still come
             stream.doubted = True
-        stream.accept(message.seq, mark)
+        mark = hash(message.payload)
+        stream.fingerprints.append(mark)
+        stream.last = (message.seq, mark)
+        stream.expected += 1
         self.stats.delivered += 1
         self.stats.replayed += replayed
-        self.out.append(Received(stream.source, message.seq, message.batch, message.payload, replayed))
+        self._emit(Received(stream.source, message.seq, message.batch, message.payload, replayed))
 
     def _give_up(self, stream: _Stream, before: int, reason: str) -> None:
+        """Report the numbers up to ``before``, if any, as lost."""
+        if before == stream.expected:
+            return
+        if self.refusal:
+            reason += f"; this subscriber refused {self.stats.garbage} messages so far, the last one: {self.refusal}"
+        if self.stats.dropped:
+            reason += f"; its backlog was full, and it dropped {self.stats.dropped} batches: it decodes too slowly"
         self.stats.lost += before - stream.expected
-        self.out.append(Lost(stream.source, stream.expected, before - 1, reason))
-        stream.skip_to(before)
+        self._emit(Lost(stream.source, stream.expected, before - 1, reason))
+        stream.fingerprints.clear()  # older numbers are unsure from now on, never wrongly a copy
+        stream.expected = before
 
     def _begin_again(self, stream: _Stream, reason: str = "its numbers went back") -> None:
+        """Report a restart, and expect 0."""
         self.stats.restarts += 1
-        self.out.append(Restarted(stream.source, stream.expected, reason))
-        stream.begin_again()
+        self._emit(Restarted(stream.source, stream.expected, reason))
+        stream.expected = 0
+        stream.last = None
+        stream.doubted = False
+        stream.moved = False
+        stream.fingerprints.clear()
+
+    def _drop(self, verdict: Verdict) -> None:
+        if verdict in ("copy", "unsure"):
+            self.stats.duplicates += 1
+        else:
+            self.stats.garbage += 1

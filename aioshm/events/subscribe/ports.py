@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import zmq
 
 from aioshm.errors import OutOfDescriptors
 from aioshm.events.config import SubscriberSettings
 from aioshm.events.protocol import wire
-from aioshm.events.protocol.tracker import SubscriberStats
-from aioshm.events.subscribe.backlog import RECONNECTED, Backlog
+from aioshm.events.protocol.tracker import Connection, SourceTracker, SubscriberStats
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import SIGNAL_DESCRIPTORS, check_descriptors
 from aioshm.zeromq.endpoint import BOUND_SUBSCRIBER_SILENCE_S, BoundFile, attach, limit_frames, open_socket
 from aioshm.zeromq.hosts import is_loopback
 from aioshm.zeromq.monitor import ENDED, Monitor
 from aioshm.zeromq.pump import Pump, receive_frames
+from aioshm.zeromq.sockets import Context, Socket
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 
@@ -33,11 +35,50 @@ OPEN_HWM = 16
 _MAX_FRAMES = 4
 # Stands for the descriptor of a connection within this process.
 _NO_DESCRIPTOR = -1
-_TOO_SLOW = (
-    "subscriber %s: %d batches so far were dropped undecoded, because batches come faster than this process decodes "
-    "and consumes them: give its loop more processor time, spread the endpoints or topics over several processes, or, "
-    "for bursts, pass a larger max_backlog_bytes (dropped batches are replayed, or reported as Lost)"
-)
+# Python's memory for a message and for each of its frames, in addition to their bytes.
+MESSAGE_OVERHEAD = 128
+FRAME_OVERHEAD = 48
+
+
+class Entry(NamedTuple):
+    """A live message that is not decoded yet."""
+
+    connection: Connection
+    frames: list[bytes]
+    number: int  # messages that came before
+    size: int  # memory of the message, in bytes
+
+
+class Backlog:
+    """A queue of live messages, bounded by bytes: a full backlog drops its oldest messages.
+
+    A full backlog shrinks to half of its bound: few large gaps in the publishers' numbers cost less than many small
+    ones. The newest message stays, so that its number reveals the gap.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.entries: deque[Entry] = deque()
+        self.received: int = 0  # messages that were put in
+        self.dropped: int = 0  # messages that were dropped
+        self.size: int = 0  # memory of all messages, in bytes
+        self._max_bytes = max_bytes
+
+    def put(self, connection: Connection, frames: list[bytes]) -> None:
+        """Append a message; drop the oldest ones if the backlog is full."""
+        size = MESSAGE_OVERHEAD + FRAME_OVERHEAD * len(frames) + sum(map(len, frames))
+        self.entries.append(Entry(connection, frames, self.received, size))
+        self.size += size
+        self.received += 1
+        if self.size > self._max_bytes:
+            while self.size > self._max_bytes // 2 and len(self.entries) > 1:
+                self.take()
+                self.dropped += 1
+
+    def take(self) -> Entry:
+        """Remove and return the oldest message."""
+        entry = self.entries.popleft()
+        self.size -= entry.size
+        return entry
 
 
 class LivePort:
@@ -47,30 +88,28 @@ class LivePort:
     into the backlog, which is bounded by bytes.
     """
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        settings: SubscriberSettings,
-        stats: SubscriberStats,
-    ) -> None:
-        bind = settings.binds(endpoint)
-        hwm = HWM
-        silence_s = BOUND_SUBSCRIBER_SILENCE_S if bind else None
-        if settings.is_open(endpoint):
-            hwm = OPEN_HWM
-            if not is_loopback(endpoint):
-                text = "events are taken from anybody who reaches %s, unencrypted: pass curve=, or bind loopback"
-                logger.warning(text, endpoint)
-        curve = settings.curve
-        self._sub = open_socket(context, zmq.SUB, endpoint, bind=bind, hwm=hwm, curve=curve, silence_s=silence_s)
+    def __init__(self, context: Context, endpoint: str, settings: SubscriberSettings, stats: SubscriberStats) -> None:
+        self._bound = settings.binds(endpoint)
+        is_open = settings.is_open(endpoint)
+        if is_open and not is_loopback(endpoint):
+            text = "events are taken from anybody who reaches %s, unencrypted: pass curve=, or bind loopback"
+            logger.warning(text, endpoint)
+        self._sub = open_socket(
+            context,
+            zmq.SUB,
+            endpoint,
+            bind=self._bound,
+            hwm=OPEN_HWM if is_open else HWM,
+            curve=settings.curve,
+            silence_s=BOUND_SUBSCRIBER_SILENCE_S if self._bound else None,
+        )
         try:
             self._sub.setsockopt(zmq.SUBSCRIBE, settings.topic.encode())
-            if bind:  # a socket that connects would not be connected again after a message that is too large
+            if self._bound:  # a socket that connects would not be connected again after a message that is too large
                 limit_frames(self._sub, settings.payload_limit(endpoint))
             self.monitor: Monitor = Monitor(self._sub)
             try:
-                self.endpoint: str = attach(self._sub, endpoint, bind=bind)
+                self.endpoint: str = attach(self._sub, endpoint, bind=self._bound)
             except BaseException:
                 self.monitor.close()
                 raise
@@ -79,12 +118,11 @@ class LivePort:
             raise
         self.backlog: Backlog = Backlog(settings.max_backlog_bytes)
         self._stats = stats
-        self._bound = bind
-        self._file = BoundFile(self.endpoint if bind else "")
-        self._encrypted = curve is not None
+        self._file = BoundFile(self.endpoint if self._bound else "")
+        self._encrypted = settings.curve is not None
         self._limiter = LogLimiter(10.0)
         self._drop_limiter = LogLimiter(10.0)
-        self._connections: dict[int, object] = {}  # identities by descriptor
+        self._connections: dict[int, Connection] = {}  # by descriptor
         self._gone: set[int] = set()  # descriptors of ended connections whose last messages may wait in the socket
         self._pumps: list[Pump] = []
 
@@ -93,77 +131,57 @@ class LivePort:
         """Connected publishers; 1 for inproc, because ZeroMQ reports none within a process."""
         return 1 if self.endpoint.startswith("inproc:") else self.monitor.connections
 
-    def read_ahead(self) -> bool:
-        """Receive messages into the backlog; True if there may be more."""
-        more = self._read_ahead()
+    def read_ahead(self, tracker: SourceTracker) -> bool:
+        """Receive messages into the backlog, and report connections; True if there may be more."""
+        is_empty = self._receive_burst()
+        if is_empty:  # no message of an ended connection waits in the socket any more
+            for descriptor in self._gone:
+                connection = self._connections.pop(descriptor, None)
+                if connection is not None:
+                    tracker.disconnected(connection)
+                elif not self._bound:  # the only publisher, which may be known by replay
+                    tracker.disconnected(Connection())
+            self._gone.clear()
+        self._read_monitor(tracker)
         if self.backlog.dropped > self._stats.dropped:
             self._stats.dropped = self.backlog.dropped
-            if self._drop_limiter.admit() is not None:
-                logger.warning(_TOO_SLOW, self.endpoint, self.backlog.dropped)
-        return more
-
-    def _read_ahead(self) -> bool:
-        gone = self._gone | self._read_monitor()
-        burst, is_empty = self._receive_burst()
-        # A connection came back before its first message was received, so its marker goes before the burst.
-        self._gone = set()
-        if burst:
-            self._gone = self._read_monitor()
-        for connection, frames in burst:
-            self.backlog.put(connection, frames)
-        if is_empty:
-            self._end_connections(gone)
-        else:
-            self._gone |= gone
+            text = (
+                "subscriber %s: %d batches were dropped undecoded so far, because they come faster than this process "
+                "decodes and consumes them; they are replayed, or reported as Lost. For bursts, pass a larger "
+                "max_backlog_bytes"
+            )
+            self._drop_limiter.warn(logger, text, self.endpoint, self.backlog.dropped)
         return not is_empty or bool(self._gone)
 
-    def _receive_burst(self) -> tuple[list[tuple[object, list[bytes]]], bool]:
-        """Receive for one slice of time; return messages with their connections, and whether the socket is empty."""
-        burst: list[tuple[object, list[bytes]]] = []
-        clock = time.perf_counter
-        deadline = clock() + _READ_AHEAD_S
-        try:
-            while True:
-                burst.append(self._receive_one())
-                if clock() > deadline:
-                    return burst, False
-        except zmq.Again:
-            return burst, True
+    def _receive_burst(self) -> bool:
+        """Receive for one slice of time; True if the socket is empty."""
+        deadline = time.perf_counter() + _READ_AHEAD_S
+        while time.perf_counter() < deadline:
+            try:
+                frames = receive_frames(self._sub, _MAX_FRAMES)
+            except zmq.Again:
+                return True
+            try:
+                descriptor = int(frames[0].get(zmq.SRCFD))
+            except zmq.ZMQError:  # inproc has no descriptors
+                descriptor = _NO_DESCRIPTOR
+            connection = self._connections.setdefault(descriptor, Connection())
+            self.backlog.put(connection, [frame.bytes for frame in frames])
+        return False
 
-    def _receive_one(self) -> tuple[object, list[bytes]]:
-        """Receive a message; return its connection, too."""
-        received = receive_frames(self._sub, _MAX_FRAMES)
-        try:
-            descriptor = int(received[0].get(zmq.SRCFD))
-        except zmq.ZMQError:  # inproc has no descriptors
-            descriptor = _NO_DESCRIPTOR
-        connection = self._connections.get(descriptor)
-        if connection is None:
-            connection = self._connections[descriptor] = object()
-        return connection, [frame.bytes for frame in received]
-
-    def _end_connections(self, gone: set[int]) -> None:
-        """Append markers for ended connections, now that no message of theirs waits in the socket."""
-        for descriptor in gone:
-            connection = self._connections.pop(descriptor, None)
-            if connection is not None:
-                self.backlog.note(connection)
-            elif not self._bound:  # the only publisher, which may be known by replay
-                self.backlog.note(object())
-
-    def _read_monitor(self) -> set[int]:
-        """Handle events of connections; return the descriptors of connections that ended."""
+    def _read_monitor(self, tracker: SourceTracker) -> None:
         came_back, failed = self.monitor.read()
+        self._gone |= self.monitor.take_gone()
         if came_back:
             self._stats.reconnects += came_back
-            self.backlog.note(RECONNECTED)
+            logger.debug("subscriber %s: connected again", self.endpoint)
+            tracker.reconnected()
         self._stats.handshake_failures += len(failed)
         for failure in failed:
             reason = failure.reason
             if self._encrypted and reason == ENDED:
                 reason += ", or the peer refuses these keys"
             self._limiter.warn(logger, "subscriber %s: %s", self.endpoint, reason)
-        return self.monitor.take_gone()
 
     def watch(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], bool]) -> None:
         """Call ``callback`` if there may be a message or a connection event, again if it returns True."""
@@ -181,7 +199,7 @@ class LivePort:
             pump.pause()
         self.monitor.close()
         self._sub.close(linger=0)
-        self.backlog.clear()
+        self.backlog.entries.clear()
         self._file.remove()
 
 
@@ -192,35 +210,28 @@ _REPLY_HWM = 64
 
 
 class ReplayPort:
-    """The client of a publisher's replay port."""
+    """The client of a publisher's replay port: a socket for each request."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: Context,
         endpoint: str | None,
         settings: SubscriberSettings,
         work: Callable[[], None],
     ) -> None:
         self.endpoint = endpoint
-        self.timeout: float = settings.replay_timeout
-        self.active_at: float = 0.0  # loop time of the last request, or of the last reply
+        self.overdue_at: float = 0.0  # loop time at which the answer, or its next reply, is overdue
+        self._timeout = settings.replay_timeout
         self._loop = loop
         self._context = context
         self._curve = settings.curve
         self._work = work
-        self._dealer: zmq.Socket[bytes] | None = None
+        self._dealer: Socket | None = None
         self._pump: Pump | None = None
         self._attempts = 0
         self._silent = False
-        self._shortage: OutOfDescriptors | None = None
-
-    @property
-    def overdue_at(self) -> float:
-        """When an answer is overdue; without a request, the timeout from now on."""
-        if self._dealer is None and self._shortage is None:
-            return self._loop.time() + self.timeout
-        return self.active_at + self.timeout
+        self._shortage = ""
 
     @property
     def is_asked(self) -> bool:
@@ -234,22 +245,10 @@ class ReplayPort:
 
     def restart_timeout(self) -> None:
         """Count the timeout of the answer from now on."""
-        self.active_at = self._loop.time()
+        self.overdue_at = self._loop.time() + self._timeout
 
-    def receive(self, start: int) -> list[bytes] | None:
-        """Send the request for batches from ``start`` on, unless it is sent; return the next reply, if any."""
-        if self._dealer is None:
-            self._ask(start)
-        if self._dealer is None:
-            return None
-        try:
-            frames = self._dealer.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        self.restart_timeout()
-        return frames
-
-    def _ask(self, start: int) -> None:
+    def ask(self, start: int) -> None:
+        """Request the batches from ``start`` on; without descriptors, the request is overdue after the timeout."""
         assert self.endpoint is not None
         try:
             check_descriptors("asking for missed batches", 1 + SIGNAL_DESCRIPTORS)  # ZeroMQ would retry for ever
@@ -259,14 +258,26 @@ class ReplayPort:
             self._dealer = dealer
             attach(dealer, self.endpoint, bind=False)
         except OutOfDescriptors as error:
-            if self._shortage is None:
-                self._shortage = error
+            self.close()
+            if not self._shortage:
                 self.restart_timeout()
+            self._shortage = str(error.strerror)
             return
-        self._shortage = None
+        self._shortage = ""
         dealer.send_multipart(wire.request(start), zmq.NOBLOCK)
         self._pump = Pump(self._loop, dealer, self._work)
         self.restart_timeout()
+
+    def receive(self) -> list[bytes] | None:
+        """Return the next reply, if any."""
+        if self._dealer is None:
+            return None
+        try:
+            frames = self._dealer.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        self.restart_timeout()
+        return frames
 
     def ended(self) -> None:
         """Close the socket after a complete answer."""
@@ -280,12 +291,12 @@ class ReplayPort:
         self._attempts += 1
         if self._attempts < REPLAY_ATTEMPTS and not self._silent:
             return None
-        reason = f"{self.endpoint} did not answer {self._attempts} times within {self.timeout} s"
-        if self._shortage is not None:
-            reason = f"{self.endpoint} was not asked: {self._shortage.strerror}"
-        self._attempts = 0
+        reason = f"{self.endpoint} did not answer {self._attempts} times within {self._timeout} s"
+        if self._shortage:
+            reason = f"{self.endpoint} was not asked: {self._shortage}"
         if not self._silent:
             logger.warning("subscriber %s: replay: %s", subscriber, reason)
+        self._attempts = 0
         self._silent = True
         return reason
 

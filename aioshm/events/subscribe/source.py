@@ -8,22 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections import deque
 from typing import Literal
-
-import zmq
 
 from aioshm.errors import CodecError
 from aioshm.events.config import SubscriberSettings
 from aioshm.events.protocol import wire
 from aioshm.events.protocol.encoding import BatchDecoder
-from aioshm.events.protocol.messages import Lost, UnknownEvent
+from aioshm.events.protocol.messages import Delivery, Received, UnknownEvent
 from aioshm.events.protocol.tracker import Message, SourceTracker, SubscriberStats
-from aioshm.events.subscribe.backlog import RECONNECTED, Inbox
 from aioshm.events.subscribe.ports import LivePort, ReplayPort
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import detach_when_forked
+from aioshm.zeromq.sockets import Context
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 
@@ -31,34 +28,46 @@ logger: logging.Logger = logging.getLogger("aioshm.events")
 CHECK_MAX_S = 30.0
 _MAX_DOUBLINGS = 16
 _SLICE_S = 0.002
+# Payloads that may wait for the consumer together; decoded, they take up to 112 times as much.
+MAX_WAITING_BYTES = 1 << 20
 
 
-class _Timer:
-    """Calls a function at the earliest of the times that were asked for."""
+class Inbox:
+    """Deliveries that wait for the consumer.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
-        self._loop = loop
-        self._act = act
-        self._handle: asyncio.Handle | None = None
-        self._due = 0.0  # uvloop's handles do not have the time of an immediate call
+    The sources refer to the inbox, not to the subscriber, so an abandoned subscriber can be garbage-collected.
+    """
 
-    def call_at(self, due: float | None) -> None:
-        """Call at ``due`` at the latest; moving the timer for every message would be expensive."""
-        if due is None or (self._handle is not None and self._due <= due):
-            return
-        self.cancel()
-        self._handle = self._loop.call_at(due, self._call)
-        self._due = due
+    def __init__(self, capacity: int) -> None:
+        self.waiting: deque[Delivery] = deque()
+        self.failure: BaseException | None = None  # of a callback, for the consumer
+        self.changed: asyncio.Event = asyncio.Event()
+        self._capacity = capacity
+        self._bytes = 0
 
-    def cancel(self) -> None:
-        """Forget all times."""
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
+    def put(self, delivery: Delivery) -> None:
+        """Append a delivery."""
+        self.waiting.append(delivery)
+        if isinstance(delivery, Received):
+            self._bytes += len(delivery.payload)
+        self.changed.set()
 
-    def _call(self) -> None:
-        self._handle = None
-        self._act()
+    def take(self) -> Delivery:
+        """Remove and return the next delivery."""
+        delivery = self.waiting.popleft()
+        if isinstance(delivery, Received):
+            self._bytes -= len(delivery.payload)
+        return delivery
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing may be decoded."""
+        return len(self.waiting) >= self._capacity or self._bytes >= MAX_WAITING_BYTES
+
+    @property
+    def is_half_empty(self) -> bool:
+        """Whether decoding may continue after the inbox was full."""
+        return len(self.waiting) <= self._capacity // 2 and self._bytes <= MAX_WAITING_BYTES // 2
 
 
 class EventSource:
@@ -67,7 +76,7 @@ class EventSource:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: Context,
         endpoint: str,
         replay_endpoint: str | None,
         settings: SubscriberSettings,
@@ -78,36 +87,32 @@ class EventSource:
         self._settings = settings
         self._inbox = inbox
         self._state: Literal["running", "paused", "closed"] = "running"
-        self._timer = _Timer(loop, self._tick)
+        self._timer: asyncio.Handle | None = None
+        self._due = 0.0  # of the timer: uvloop's handles do not have the time of an immediate call
         self._check_at: float | None = None  # loop time of the next check; None while there is a request
         self._quiet_checks = 0  # checks since the last message
         self._replay = ReplayPort(loop, context, replay_endpoint, settings, self._run)
-        self._port = LivePort(context, endpoint, settings, self.stats)
-        self.endpoint: str = self._port.endpoint
+        self.port: LivePort = LivePort(context, endpoint, settings, self.stats)
         self._decoder = BatchDecoder(settings.payload_limit(endpoint))
         self._limiter = LogLimiter(10.0)
-        self._last_refusal = ""
         self._tracker = SourceTracker(
-            self.endpoint,
+            self.port.endpoint,
             settings.start,
+            inbox.put,
             can_replay=replay_endpoint is not None,
             gone_after_s=settings.gone_after_s,
             stats=self.stats,
+            clock=loop.time,
         )
-        self._port.watch(loop, self._work)
+        self.port.watch(loop, self._work)
         detach_when_forked(self)
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether a publisher is connected."""
-        return self._port.connections > 0
 
     def resume(self) -> None:
         """Continue after the inbox was full."""
         if self._state == "paused":
             self._state = "running"
             self._replay.resume()
-            self._port.run_soon()
+            self.port.run_soon()
 
     def close(self) -> None:
         """Close the sockets and drop undelivered batches. Idempotent."""
@@ -116,7 +121,7 @@ class EventSource:
         self._pause()
         self._state = "closed"
         self._replay.close()
-        self._port.close()
+        self.port.close()
 
     def detach_after_fork(self) -> None:
         """Become useless in a forked child: the sockets, and the loop's epoll descriptor, belong to the parent."""
@@ -125,7 +130,9 @@ class EventSource:
     def _pause(self) -> None:
         """Stop decoding, and stop watching the replay socket: a watched socket that is not read busies the loop."""
         self._state = "paused"
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._replay.pause()
 
     # Callbacks of the loop
@@ -133,7 +140,7 @@ class EventSource:
     def _work(self) -> bool:
         """Read ahead, then work for one slice of time; True if there may be more to read."""
         try:
-            more = self._port.read_ahead()
+            more = self.port.read_ahead(self._tracker)
         except Exception as error:
             self._fail(error)
             return False
@@ -141,37 +148,39 @@ class EventSource:
         return more
 
     def _run(self) -> None:
-        """Work for one slice of time, or until there is nothing to do."""
+        """Work for one slice of time, until there is nothing to do, or until the inbox is full."""
         if self._state != "running":
             return
+        deadline = time.perf_counter() + _SLICE_S
         try:
-            deadline = time.perf_counter() + _SLICE_S
-            while self._step():
-                if self._state != "running":
+            while not self._inbox.is_full and time.perf_counter() < deadline:
+                if not self._step():
+                    self._plan()
                     return
-                if time.perf_counter() > deadline:
-                    self._port.run_soon()
-                    return
-            self._plan()
         except Exception as error:
             self._fail(error)
+            return
+        if self._inbox.is_full:
+            self._pause()
+        else:
+            self.port.run_soon()
 
     def _fail(self, error: Exception) -> None:
         """Close, and pass the error of a callback to the consumer, which would wait for ever."""
         self.close()
-        self._inbox.fail(error)
+        self._inbox.failure = error
+        self._inbox.changed.set()
 
     # The passage of time
 
     def _plan(self) -> None:
         """Set the timer after all messages were handled."""
         now = self._loop.time()
-        gone_at = self._tracker.gone_at(now)
-        self._timer.call_at(gone_at)
+        gone_at = self._tracker.gone_at
         previous = self._check_at
         self._check_at = None
         if self._tracker.asking is not None:
-            self._timer.call_at(self._replay.overdue_at)
+            self._call_at(self._replay.overdue_at)
         elif self._settings.check_interval is not None and self._replay.endpoint is not None:
             pause = self._settings.check_interval * 2 ** min(self._quiet_checks, _MAX_DOUBLINGS)
             self._check_at = now + min(CHECK_MAX_S, pause)
@@ -179,14 +188,24 @@ class EventSource:
                 # Batches of other publishers must not postpone the check of the missing publisher.
                 soon = now + self._settings.gone_after_s / 3
                 self._check_at = min(self._check_at, soon, previous or soon)
-            self._timer.call_at(self._check_at)
+            self._call_at(self._check_at)
+        if gone_at is not None:
+            self._call_at(gone_at)
+
+    def _call_at(self, due: float) -> None:
+        """Set the timer to ``due`` at the latest; moving the timer for every message would be expensive."""
+        if self._timer is not None:
+            if self._due <= due:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(due, self._tick)
+        self._due = due
 
     def _tick(self) -> None:
         """Act on the passage of time."""
-        if self._state != "running":
-            return
+        self._timer = None
         now = self._loop.time()
-        self._tracker.forget_gone(now)
+        self._tracker.forget_gone()
         if self._tracker.asking is not None:
             if now >= self._replay.overdue_at:
                 self._end_wait_for_answer()
@@ -194,9 +213,10 @@ class EventSource:
             self._quiet_checks += 1
             self._check_at = None
             self._tracker.check()
-        elif not self._tracker.out:  # the timer was set for an earlier time
-            self._timer.call_at(self._tracker.gone_at(now))
-            self._timer.call_at(self._check_at)
+        elif self._check_at is not None:  # the timer was set for an earlier time
+            self._call_at(self._check_at)
+            if self._tracker.gone_at is not None:
+                self._call_at(self._tracker.gone_at)
             return
         self._run()
 
@@ -205,7 +225,7 @@ class EventSource:
             self._replay.restart_timeout()
             return
         self.stats.replay_failures += 1
-        reason = self._replay.give_up(self.endpoint)
+        reason = self._replay.give_up(self.port.endpoint)
         if reason is not None:
             self._tracker.replay_failed(reason)
 
@@ -213,46 +233,25 @@ class EventSource:
 
     def _step(self) -> bool:
         """Handle one message, live or replayed; False if there is none."""
-        if self._hand_out():
-            return True
-        if self._tracker.asking is None:
-            return self._read_live()
-        return self._read_reply(self._tracker.asking)
-
-    def _hand_out(self) -> bool:
-        """Move deliveries from the tracker to the inbox; True if the inbox is full."""
-        out = self._tracker.out
-        while out:
-            delivery = out.popleft()
-            if isinstance(delivery, Lost):
-                delivery = self._explain(delivery)
-            if not self._inbox.put(delivery):
-                self._pause()
-                return True
-        return False
-
-    def _read_live(self) -> bool:
-        entry = self._port.backlog.take()
-        if entry is None:
+        tracker = self._tracker
+        start = tracker.asking
+        if start is not None:
+            if not self._replay.is_asked:
+                tracker.asked(self.port.backlog.received)
+                self._replay.ask(start)
+            return self._read_reply()
+        if not self.port.backlog.entries:
             return False
-        if entry.frames is not None:
-            self._quiet_checks = 0
-            try:
-                self._tracker.live(self._decode(wire.parse_live(entry.frames)), entry.connection, entry.number)
-            except CodecError as error:
-                self._refuse("live", error)
-        elif entry.connection is RECONNECTED:
-            logger.debug("subscriber %s: connected again", self.endpoint)
-            self._quiet_checks = 0
-            self._tracker.reconnected()
-        else:
-            self._tracker.disconnected(entry.connection)
+        entry = self.port.backlog.take()
+        self._quiet_checks = 0
+        try:
+            tracker.live(self._decode(wire.parse_live(entry.frames)), entry.connection, entry.number)
+        except CodecError as error:
+            self._refuse("live", error)
         return True
 
-    def _read_reply(self, start: int) -> bool:
-        if not self._replay.is_asked:
-            self._tracker.asked(self._port.backlog.received)
-        frames = self._replay.receive(start)
+    def _read_reply(self) -> bool:
+        frames = self._replay.receive()
         if frames is None:
             return False
         try:
@@ -273,32 +272,13 @@ class EventSource:
         batch = self._decoder.decode(frames.payload)
         if self._decoder.unknown_events and not self.stats.unknown_events:
             unknown = next(event for event in batch.events if isinstance(event, UnknownEvent))
-            logger.warning(
-                "subscriber %s: an event of type %s in batch %d of rank %s is delivered as an UnknownEvent: %s "
-                "(logged once; stats().unknown_events counts them)",
-                self.endpoint,
-                unknown.type,
-                frames.seq,
-                batch.data_parallel_rank,
-                unknown.reason,
-            )
+            text = "subscriber %s: an event of type %s arrives as an UnknownEvent: %s (logged once)"
+            logger.warning(text, self.port.endpoint, unknown.type, unknown.reason)
         self.stats.unknown_events = self._decoder.unknown_events
         return Message(frames.topic, frames.seq, batch, frames.payload)
 
     def _refuse(self, port: str, error: CodecError) -> None:
         """Count and log a message that cannot be used."""
         self.stats.garbage += 1
-        self._last_refusal = str(error)
-        self._limiter.warn(logger, "subscriber %s: a %s message cannot be used: %s", self.endpoint, port, error)
-
-    def _explain(self, lost: Lost) -> Lost:
-        """Return a loss with more reasons, if this subscriber refused messages, or dropped some undecoded."""
-        reason = lost.reason
-        if self._last_refusal:
-            reason += f"; this subscriber refused {self.stats.garbage} messages so far, the last one: "
-            reason += self._last_refusal
-        if self.stats.dropped:
-            reason += (
-                f"; its backlog was full, and it dropped {self.stats.dropped} batches so far: it decodes too slowly"
-            )
-        return replace(lost, reason=reason)
+        self._tracker.refusal = str(error)
+        self._limiter.warn(logger, "subscriber %s: a %s message cannot be used: %s", self.port.endpoint, port, error)

@@ -12,8 +12,7 @@ from aioshm.errors import EndClosed, QueueClosed, RoleError
 from aioshm.events.config import SubscriberOptions, SubscriberSettings, check_endpoint
 from aioshm.events.protocol.messages import Delivery, KVEventBatch, Received
 from aioshm.events.protocol.tracker import SubscriberStats
-from aioshm.events.subscribe.backlog import Inbox
-from aioshm.events.subscribe.source import EventSource
+from aioshm.events.subscribe.source import EventSource, Inbox
 from aioshm.process.limits import detach_when_forked
 from aioshm.zeromq.sockets import shared_context
 
@@ -78,12 +77,12 @@ class EventSubscriber(AsyncClosing):
     @property
     def endpoints(self) -> list[str]:
         """The addresses in use, in the order given; bound ports are known once reading has begun."""
-        return [source.endpoint for source in self._sources] or [pair[0] for pair in self._pairs]
+        return [source.port.endpoint for source in self._sources] or [pair[0] for pair in self._pairs]
 
     @property
     def unconnected(self) -> list[str]:
         """The addresses without a connected publisher; empty before reading has begun."""
-        return [source.endpoint for source in self._sources if not source.is_connected]
+        return [source.port.endpoint for source in self._sources if not source.port.connections]
 
     def open(self) -> None:
         """Bind, connect and begin to read now instead of at the first wait, on the running loop.
@@ -136,12 +135,14 @@ class EventSubscriber(AsyncClosing):
         if not inbox.waiting:
             async with asyncio.timeout(timeout):
                 while not inbox.waiting and not self._closed:
-                    inbox.raise_failure()
-                    await inbox.arrival()
+                    if inbox.failure is not None:
+                        raise inbox.failure
+                    inbox.changed.clear()
+                    await inbox.changed.wait()
         if self._closed:
             raise EndClosed("this event subscriber is closed")
         delivery = inbox.take()
-        if inbox.has_room_again():
+        if inbox.is_half_empty:
             for source in self._sources:
                 source.resume()
         return delivery
@@ -183,7 +184,7 @@ class EventSubscriber(AsyncClosing):
         """Close the sockets. Iterations end, and undelivered batches are dropped. Idempotent."""
         self._closed = True
         self._close_sources()
-        self._inbox.wake()
+        self._inbox.changed.set()
 
     async def __aenter__(self) -> EventSubscriber:
         self.open()

@@ -5,73 +5,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+
 import pytest
 
 from aioshm.errors import CodecError
-from aioshm.events import KVEventBatch, Lost, PublisherGone, Received
+from aioshm.events import Delivery, KVEventBatch, Lost, PublisherGone, Received
 from aioshm.events.protocol import tracker as tracker_module
-from aioshm.events.protocol.tracker import REMEMBERED, Message, SourceTracker, Start
+from aioshm.events.protocol.tracker import REMEMBERED, Connection, Message, SourceTracker, Start
 
 
 def message(seq: int, body: str = "", rank: int = 0, topic: bytes | None = b"") -> Message:
     return Message(topic, seq, KVEventBatch(float(seq), [], rank), f"{seq} {body}".encode())
-
-
-def said(tracker: SourceTracker) -> list[object]:
-    """Take the deliveries in short: numbers, (first, last) of a loss, "restarted", "gone"."""
-    out: list[object] = []
-    while tracker.out:
-        item = tracker.out.popleft()
-        if isinstance(item, Received):
-            out.append(item.seq)
-        elif isinstance(item, Lost):
-            out.append((item.first, item.last))
-        else:
-            out.append("gone" if isinstance(item, PublisherGone) else "restarted")
-    return out
-
-
-def make(start: Start = None, *, can_replay: bool = True, gone_after_s: float | None = None) -> SourceTracker:
-    tracker = SourceTracker("tcp://x:1", start, can_replay=can_replay, gone_after_s=gone_after_s)
-    if can_replay and start != "live":
-        assert tracker.asking == (start or 0)
-        tracker.replay_ended()
-    assert tracker.asking is None
-    return tracker
-
-
-def answer(tracker: SourceTracker, *messages: Message) -> None:
-    for one in messages:
-        if not tracker.replayed(one):
-            return
-    tracker.replay_ended()
-
-
-class TestManyPublishers:
-    @pytest.fixture(autouse=True)
-    def few(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tracker_module, "MAX_STREAMS", 10)
-
-    def test_publisher_above_the_limit_is_refused_and_known_ones_stay(self) -> None:
-        tracker = make(can_replay=False)
-        for pod in range(10):
-            tracker.live(message(0, topic=b"%d" % pod))
-        with pytest.raises(CodecError, match="this endpoint has 10 publishers"):
-            tracker.live(message(0, topic=b"10"))
-        tracker.live(message(1, topic=b"9"))
-        assert said(tracker) == [0] * 10 + [1]
-
-    def test_silent_ones_of_many_at_a_connection_that_never_ends_are_gone(self) -> None:
-        tracker = make(can_replay=False, gone_after_s=10)
-        for pod in range(100):
-            tracker.live(message(0, topic=b"%d" % pod))
-            tracker.live(message(pod, topic=b"0")) if pod else None
-            tracker.gone_at(20 * pod)
-            tracker.forget_gone(20 * pod + 10)
-        assert tracker.stats.gone >= 90
-        assert "gone" in said(tracker)
-        tracker.live(message(100, topic=b"0"))
-        assert said(tracker) == [100], "the one that speaks was never forgotten"
 
 
 class Play:
@@ -80,21 +25,40 @@ class Play:
     def __init__(
         self, start: Start = None, *, replay: bool = True, begun: bool = True, gone_after_s: float | None = None
     ) -> None:
+        self.out: deque[Delivery] = deque()
+        self.now = 0.0
+        self.tracker = SourceTracker(
+            "tcp://x:1",
+            start,
+            self.out.append,
+            can_replay=replay,
+            gone_after_s=gone_after_s,
+            clock=lambda: self.now,
+        )
+        self.stats = self.tracker.stats
+        self._connections: dict[object, Connection] = defaultdict(Connection)
+        if begun and replay and start != "live":
+            self.asks(start or 0).answer()
         if begun:
-            self.tracker = make(start, can_replay=replay, gone_after_s=gone_after_s)
-        else:
-            self.tracker = SourceTracker("tcp://x:1", start, can_replay=replay, gone_after_s=gone_after_s)
+            self.asks(None)
 
-    def live(self, *seqs: int, body: str = "", rank: int = 0, topic: bytes | None = b"", over: object = 0) -> Play:
+    def live(
+        self, *seqs: int, body: str = "", rank: int = 0, topic: bytes | None = b"", over: object = 0, arrival: int = 0
+    ) -> Play:
         """Take live batches that come over a connection."""
         for seq in seqs:
-            self.tracker.live(message(seq, body, rank, topic), over)
+            self.tracker.live(message(seq, body, rank, topic), self._connections[over], arrival)
+        return self
+
+    def end(self, connection: object) -> Play:
+        """End a connection."""
+        self.tracker.disconnected(self._connections[connection])
         return self
 
     def back(self, connection: object = None) -> Play:
         """End a connection and let it come back."""
         if connection is not None:
-            self.tracker.disconnected(connection)
+            self.end(connection)
         self.tracker.reconnected()
         return self
 
@@ -102,13 +66,23 @@ class Play:
         assert self.tracker.asking == start
         return self
 
-    def answer(self, *seqs: int, body: str = "", topic: bytes | None = b"") -> Play:
+    def answer(self, *seqs: int, body: str = "", topic: bytes | None = b"", arrivals: int = 0) -> Play:
         """Answer the replay request at hand, to its end."""
-        answer(self.tracker, *[message(seq, body, topic=topic) for seq in seqs])
+        return self.answer_with([message(seq, body, topic=topic) for seq in seqs], arrivals)
+
+    def answer_with(self, messages: list[Message], arrivals: int = 0) -> Play:
+        """Answer the replay request at hand with the messages from its number on."""
+        start = self.tracker.asking or 0
+        self.tracker.asked(arrivals)
+        for one in messages:
+            if one.seq >= start and not self.tracker.replayed(one):
+                return self
+        self.tracker.replay_ended()
         return self
 
     def cut(self, *seqs: int) -> Play:
         """Begin an answer that has no end."""
+        self.tracker.asked(0)
         for seq in seqs:
             self.tracker.replayed(message(seq))
         self.tracker.replay_failed("silence")
@@ -118,30 +92,57 @@ class Play:
         self.tracker.check()
         return self
 
-    def end(self, connection: object) -> Play:
-        """End a connection."""
-        self.tracker.disconnected(connection)
-        return self
-
-    def at(self, now: float, forget_at: float | None = None) -> Play:
-        """Look for publishers that are gone: at a time, and again at another one."""
-        self.tracker.gone_at(now)
-        self.tracker.forget_gone(now if forget_at is None else forget_at)
+    def at(self, now: float) -> Play:
+        """Forget publishers that are gone at this time."""
+        self.now = now
+        self.tracker.forget_gone()
         return self
 
     def got(self, *expected: object) -> Play:
-        """Compare the deliveries: numbers, (first, last) of a loss, "restarted"."""
-        assert said(self.tracker) == [*expected]
+        """Compare the deliveries: numbers, (first, last) of a loss, "restarted", "gone"."""
+        found: list[object] = []
+        while self.out:
+            item = self.out.popleft()
+            if isinstance(item, Received):
+                found.append(item.seq)
+            elif isinstance(item, Lost):
+                found.append((item.first, item.last))
+            else:
+                found.append("gone" if isinstance(item, PublisherGone) else "restarted")
+        assert found == [*expected]
         return self
 
-    def payloads(self) -> list[str]:
-        return [one.payload.decode() for one in self.tracker.out if isinstance(one, Received)]
+
+class TestManyPublishers:
+    @pytest.fixture(autouse=True)
+    def few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tracker_module, "MAX_STREAMS", 10)
+
+    def test_publisher_above_the_limit_is_refused_and_known_ones_stay(self) -> None:
+        play = Play(replay=False)
+        for pod in range(10):
+            play.live(0, topic=b"%d" % pod)
+        with pytest.raises(CodecError, match="this endpoint has 10 publishers"):
+            play.live(0, topic=b"10")
+        play.live(1, topic=b"9").got(*[0] * 10, 1)
+
+    def test_silent_ones_of_many_at_a_connection_that_never_ends_are_gone(self) -> None:
+        play = Play(replay=False, gone_after_s=10)
+        for pod in range(100):
+            play.now = 20 * pod
+            play.live(0, topic=b"%d" % pod)
+            if pod:
+                play.live(pod, topic=b"0")
+            play.at(20 * pod + 10)
+        assert play.stats.gone >= 90
+        play.out.clear()
+        play.live(100, topic=b"0").got(100)  # the one that speaks was never forgotten
 
 
 class TestWithoutReplay:
     def test_every_gap_is_lost_from_the_first_message_on(self) -> None:
-        tracker = Play(replay=False).live(2, 3, 7).got((0, 1), 2, 3, (4, 6), 7).tracker
-        assert (tracker.stats.gaps, tracker.stats.lost) == (2, 5)
+        play = Play(replay=False).live(2, 3, 7).got((0, 1), 2, 3, (4, 6), 7)
+        assert (play.stats.gaps, play.stats.lost) == (2, 5)
 
     def test_numbers_that_go_back_are_a_restart(self) -> None:
         Play(replay=False).live(0, 1, 2, 1, 2).got(0, 1, 2, "restarted", (0, 0), 1, 2)
@@ -159,16 +160,11 @@ class TestWithReplay:
     def test_a_gap_is_filled_in_order_and_copies_are_dropped(self) -> None:
         play = Play().live(0, 3).asks(0)  # the last delivered number identifies the publisher
         play.answer(0, 1, 2, 3, 4).live(4, 5).got(0, 1, 2, 3, 4, 5)
-        assert play.tracker.stats.duplicates == 2  # 3 and 4, live and replayed
+        assert play.stats.duplicates == 2  # 3 and 4, live and replayed
 
     def test_content_is_remembered_of_a_bounded_number_of_batches(self) -> None:
-        tracker = make()
-        for seq in range(2 * REMEMBERED):
-            tracker.live(message(seq))
-        tracker.live(message(2 * REMEMBERED - 1))
-        assert tracker.asking is None
-        tracker.live(message(0))  # a copy, or another publisher's
-        assert tracker.asking is not None
+        play = Play().live(*range(2 * REMEMBERED), 2 * REMEMBERED - 1).asks(None)
+        play.live(0).asks(2 * REMEMBERED - 1)  # a copy, or another publisher's
 
     def test_late_subscriber_gets_earlier_batches(self) -> None:
         play = Play(begun=False).asks(0).answer(0, 1).live(2)
@@ -183,28 +179,21 @@ class TestWithReplay:
 
     def test_answer_that_begins_behind_the_message_that_waits_counts_where_a_connection_came_back(self) -> None:
         play = Play().live(0).back().answer().answer().live(5)
-        tracker = play.answer(8, body="new").got(0, (1, 7), 8).tracker
-        assert tracker.stats.garbage + tracker.stats.duplicates == 1
+        play.answer(8, body="new").got(0, (1, 7), 8)
+        assert play.stats.garbage + play.stats.duplicates == 1
 
     def test_messages_that_came_before_an_answered_question_are_not_asked_for_again(self) -> None:
-        play = Play()
-        tracker = play.tracker
-        tracker.live(message(0), arrival=0)
-        tracker.live(message(5), arrival=1)  # and 6 to 9 have come, too
-        while tracker.asking is not None:
-            tracker.asked(6)
-            play.answer(0, 1, body="new")  # its publisher has begun again
+        play = Play().live(0, arrival=0).live(5, arrival=1)  # and 6 to 9 have come, too
+        while play.tracker.asking is not None:
+            play.answer(0, 1, body="new", arrivals=6)  # its publisher has begun again
         play.got(0, "restarted", 0, 1)
         for arrival in range(2, 6):
-            tracker.live(message(4 + arrival), arrival=arrival)
-            play.asks(None)
-        play.got()
-        tracker.live(message(2, "new"), arrival=6)
-        play.asks(1).answer(1, 2, body="new").got(2)
+            play.live(4 + arrival, arrival=arrival).asks(None)
+        play.got().live(2, body="new", arrival=6).asks(1).answer(1, 2, body="new").got(2)
 
     def test_an_answer_that_never_comes_ends_in_a_loss(self) -> None:
         play = Play().live(3).cut()
-        item = play.tracker.out.popleft()
+        item = play.out.popleft()
         assert isinstance(item, Lost)
         assert (item.first, item.last, item.reason) == (0, 2, "silence")
         play.got(3)
@@ -219,7 +208,7 @@ class TestWithReplay:
 
     def test_a_stranger_with_a_wild_number_moves_nothing(self) -> None:
         play = Play().live(0, 2**60).answer(0, 1).live(2).got(0, 1, 2)
-        assert play.tracker.stats.garbage == 1
+        assert play.stats.garbage == 1
 
     def test_a_publisher_that_keeps_nothing_still_gets_through(self) -> None:
         Play().live(0, 2).answer().answer().live(3).got(0, (1, 1), 2, 3)
@@ -234,7 +223,7 @@ class TestNewConnections:
     def test_batch_over_a_new_connection_without_replay_counts_as_a_restart(self, seq: int) -> None:
         play = Play(replay=False).live(0, 1, 2, over=1).back(1).live(seq, seq + 1, over=2)
         play.got(0, 1, 2, "restarted", (0, seq - 1), seq, seq + 1)
-        assert (play.tracker.stats.restarts, play.tracker.stats.gaps) == (1, 1 if seq > 3 else 0)
+        assert (play.stats.restarts, play.stats.gaps) == (1, 1 if seq > 3 else 0)
 
     @pytest.mark.parametrize("seq", [0, 1])
     def test_restart_over_a_new_connection_without_replay_is_reported_once(self, seq: int) -> None:
@@ -263,90 +252,77 @@ class TestNewConnections:
 
 class TestGonePublishers:
     def test_publisher_whose_connection_ended_is_reported_once_and_forgotten(self) -> None:
-        tracker = make(can_replay=False, gone_after_s=10)
-        tracker.live(message(0), 1)
-        assert tracker.gone_at(0) is None
-        tracker.disconnected(1)
-        assert tracker.gone_at(5) == 15
-        tracker.forget_gone(14)
-        assert said(tracker) == [0]
-        tracker.forget_gone(15)
-        assert [(item.source.rank, item.expected, item.after_s) for item in tracker.out] == [(0, 1, 10)]  # type: ignore[union-attr]
-        tracker.out.clear()
-        tracker.forget_gone(100)
-        assert tracker.gone_at(100) is None
-        assert (said(tracker), tracker.stats.gone) == ([], 1)
-        tracker.live(message(0), 2)
-        assert said(tracker) == [0]
+        play = Play(replay=False, gone_after_s=10).live(0, over=1)
+        assert play.tracker.gone_at is None
+        play.now = 5
+        assert play.end(1).tracker.gone_at == 15
+        play.at(14).got(0).at(15)
+        [item] = play.out
+        assert isinstance(item, PublisherGone)
+        assert (item.source.rank, item.expected, item.after_s) == (0, 1, 10)
+        play.at(100).got("gone").live(0, over=2).got(0)
+        assert (play.tracker.gone_at, play.stats.gone) == (None, 1)
 
     def test_publisher_that_comes_back_in_time_is_not_gone(self) -> None:
-        play = Play(replay=False, gone_after_s=10).live(0, over=1).end(1)
-        assert play.tracker.gone_at(0) == 10
-        assert play.live(1, over=2).tracker.gone_at(20) is None
+        play = Play(replay=False, gone_after_s=10).live(0, over=1).end(1).live(1, over=2)
         play.at(20).got(0, "restarted", (0, 0), 1)
+
+    def test_batch_of_a_connection_that_has_ended_postpones_the_end_of_its_publisher(self) -> None:
+        play = Play(replay=False, gone_after_s=10).live(0, over=1)
+        connection = play._connections[1]
+        play.end(1).now = 5
+        play.tracker.live(message(1), connection)  # it waited in the backlog
+        play.at(14).got(0, 1).at(15).got("gone")
 
     def test_silent_publisher_whose_connection_stays_is_not_gone(self) -> None:
         play = Play(replay=False, gone_after_s=10).live(0, over=0).live(0, rank=1, over=1)
-        play.end(1).at(0, 50).got(0, 0, "gone")
-        assert play.tracker.gone_at(50) is None
+        play.end(1).at(50).got(0, 0, "gone")
+        assert play.tracker.gone_at is None
 
     def test_idle_publisher_is_not_gone_while_its_replay_confirms_it(self) -> None:
         play = Play(gone_after_s=10).live(0, over=1).back(1)
         for now in range(0, 80, 5):
-            play.tracker.gone_at(now)
+            play.now = now
             play.answer(0) if now < 50 else play.cut()
             play.at(now).check()
         play.got(0, "gone")
 
     def test_publisher_known_by_replay_alone_is_gone_with_its_connection(self) -> None:
-        Play(begun=False, gone_after_s=10).answer(0).end(1).at(0, 10).got(0, "gone")
+        Play(begun=False, gone_after_s=10).answer(0).end(1).at(10).got(0, "gone")
 
     def test_stream_that_the_replay_port_does_not_have_is_not_asked_for_again(self) -> None:
-        tracker = make(gone_after_s=10)
-        tracker.live(message(7, topic=b"old"))
-        answer(tracker, message(0, topic=b"old"))
-        while tracker.asking is not None:
-            answer(tracker, *[message(seq, topic=b"old") for seq in range(tracker.asking, 8)])
-        tracker.live(message(0, topic=b"new"))
+        play = Play(gone_after_s=10).live(7, topic=b"old").answer(0, topic=b"old")
+        while play.tracker.asking is not None:
+            play.answer(*range(8), topic=b"old")
+        play.live(0, topic=b"new")
         asked = 0
         for _ in range(20):
-            tracker.check()
-            while tracker.asking is not None:
+            play.check()
+            while play.tracker.asking is not None:
                 asked += 1
-                answer(tracker, *[message(seq, topic=b"new") for seq in range(tracker.asking, 1)])
+                play.answer(0, topic=b"new")
         assert asked == 20 + 2  # the old stream's last number, and once more from the first one on
-        assert tracker.gone_at(0) == 10
-        tracker.forget_gone(10)
-        assert said(tracker)[-2:] == [0, "gone"]
+        play.out.clear()
+        play.at(10).got("gone")
 
     def test_answer_about_another_stream_does_not_make_earlier_batches_lost(self) -> None:
-        tracker = make()
-        for seq in range(6):
-            tracker.live(message(seq, topic=b"old"))
-        tracker.check()
+        play = Play().live(*range(6), topic=b"old").check()
         new = [message(seq, topic=topic) for topic in (b"new", b"newer") for seq in range(8)]
-        answer(
-            tracker, *[one for one in new if one.seq >= 5]
-        )  # the successors, from the last number of the old publisher on
-        while (start := tracker.asking) is not None:
-            answer(tracker, *[one for one in new if one.seq >= start])
-        received = [(item.source.topic, item.seq) for item in tracker.out if isinstance(item, Received)]
+        while play.tracker.asking is not None:  # at first from the last number of the old publisher on
+            play.answer_with(new)
+        received = [(item.source.topic, item.seq) for item in play.out if isinstance(item, Received)]
         assert received[:6] == [(b"old", seq) for seq in range(6)]
         assert sorted(received[6:]) == [(one.topic, one.seq) for one in new]
-        assert tracker.stats.lost == 0
+        assert play.stats.lost == 0
 
-    def test_stream_that_the_replay_port_has_again_is_asked_for_again(self) -> None:
+    def test_stream_that_the_replay_port_has_again_is_not_gone(self) -> None:
         play = Play(gone_after_s=10).live(0, 1, 2).check().answer().answer()  # of another publisher, which has nothing
-        play.check().answer(*range(4)).asks(2).answer(2, 3)
-        assert play.tracker.gone_at(0) is None
-        play.got(0, 1, 2, 3)
+        play.check().answer(*range(4)).at(20).got(0, 1, 2, 3)
 
     def test_answer_to_a_question_about_a_forgotten_publisher_is_a_new_one(self) -> None:
-        play = Play(gone_after_s=10).live(0, over=1).check().end(1).at(0, 10)
-        assert play.tracker.asking is not None
+        play = Play(gone_after_s=10).live(0, over=1).check().end(1).at(10)
         play.answer(0, body="new").asks(None).got(0, "gone", 0)
 
     def test_batch_that_waits_for_an_answer_keeps_its_publisher(self) -> None:
-        play = Play(gone_after_s=10).live(0, 2, over=1).end(1).at(0, 10)
-        assert play.tracker.gone_at(10) == 20
-        play.answer(0, 1, 2).at(20, 30).got(0, 1, 2, "gone")
+        play = Play(gone_after_s=10).live(0, 2, over=1).end(1).at(10)
+        play.answer(0, 1, 2).at(19).got(0, 1, 2).at(20).got("gone")

@@ -153,7 +153,7 @@ async def test_publishers_that_end_while_nothing_is_read_are_gone(
         async with asyncio.timeout(4 * PATIENCE_S):
             while gone < FLEET:
                 gone += isinstance(await subscriber.receive(), PublisherGone)
-        assert not subscriber._sources[0]._port.connections
+        assert not subscriber._sources[0].port.connections
 
 
 async def test_publisher_that_is_gone_is_reported_once_and_forgotten(ends: Ends) -> None:

@@ -11,8 +11,9 @@ import pytest
 from support import until
 
 from aioshm.events import BlockRemoved, EventBatch, EventSubscriber, Lost, Received
+from aioshm.events.protocol.tracker import Connection, SourceTracker
 from aioshm.events.protocol.wire import pack_seq
-from aioshm.events.subscribe.backlog import RECONNECTED, Backlog
+from aioshm.events.subscribe.ports import Backlog
 
 from ..helpers import PATIENCE_S, Ends, batch, publish_until_delivery
 from ..proxy import kept_endpoint
@@ -28,8 +29,8 @@ class NotReading:
     def __init__(self, publisher: Any, subscriber: EventSubscriber, first: int) -> None:
         self.subscriber = subscriber
         [source] = subscriber._sources
-        self.backlog = source._port.backlog
-        self.port = source._port
+        self.backlog = source.port.backlog
+        self.port = source.port
         self._publisher = publisher
         self._first = first
 
@@ -81,7 +82,7 @@ async def test_consumer_that_does_not_read_makes_the_oldest_messages_dropped(
     else:
         assert sum(each.last + 1 - each.first for each in lost) == dropped == subscriber.stats().lost
         for each in lost:
-            text = r"its backlog was full, and it dropped \d+ batches so far: it decodes too slowly"
+            text = r"its backlog was full, and it dropped \d+ batches: it decodes too slowly"
             assert re.fullmatch(f"no replay endpoint was given; {text}", each.reason)
 
 
@@ -96,10 +97,10 @@ async def test_consumer_that_does_not_read_does_not_keep_the_loop_busy(
     read_ahead = idle.port.read_ahead
     calls = 0
 
-    def counted() -> bool:
+    def counted(tracker: SourceTracker) -> bool:
         nonlocal calls
         calls += 1
-        return read_ahead()
+        return read_ahead(tracker)
 
     monkeypatch.setattr(idle.port, "read_ahead", counted)
     for _ in range(20):
@@ -117,13 +118,13 @@ async def test_publisher_replaced_while_the_consumer_does_not_read_is_reported_i
             old = await RawPublisher(endpoint, bind=True).subscribed()
             for number in range(10):
                 old.send(number, number)
-            await until(lambda: source._port.backlog.received == 10, "the batches of the first")
+            await until(lambda: source.port.backlog.received == 10, "the batches of the first")
             old.close()
             await until(lambda: subscriber.unconnected, "the end of the connection")
             new = await RawPublisher(endpoint, bind=True).subscribed()
             for number in range(10, 15):
                 new.send(number, number)
-            await until(lambda: source._port.backlog.received == 15, "the batches of the second")
+            await until(lambda: source.port.backlog.received == 15, "the batches of the second")
             items = [await subscriber.receive(PATIENCE_S) for _ in range(17)]
             new.close()
     kinds = [type(item).__name__ for item in items]
@@ -133,41 +134,21 @@ async def test_publisher_replaced_while_the_consumer_does_not_read_is_reported_i
 # The backlog
 
 
-def put(backlog: Backlog, *numbers: int, connection: object = 1) -> None:
-    for number in numbers:
-        backlog.put(connection, [b"t", pack_seq(number), bytes(1000)])
-
-
-def taken(backlog: Backlog) -> list[object]:
-    """Take all entries: numbers of messages, connections of markers."""
-    found: list[object] = []
-    while (entry := backlog.take()) is not None:
-        found.append(entry.connection if entry.frames is None else int.from_bytes(entry.frames[1], "big"))
-    return found
-
-
 def test_backlog_takes_as_much_memory_as_it_may_and_keeps_the_newest_messages() -> None:
     tracemalloc.start()
     try:
         backlog = Backlog(1 << 20)
-        put(backlog, *range(3000))
+        connection = Connection()
+        for number in range(3000):
+            backlog.put(connection, [b"t", pack_seq(number), bytes(1000)])
         used, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert 0.9 * backlog.size < used < 1.1 * backlog.size
     assert most < 1.2 * (1 << 20)
-    assert taken(backlog) == list(range(backlog.dropped, 3000))
+    kept = [backlog.take().number for _ in range(len(backlog.entries))]
+    assert kept == list(range(backlog.dropped, 3000))
     smallest = Backlog(1)
-    put(smallest, 1, 2)
-    assert taken(smallest) == [2], "the newest stays, however large"
-
-
-def test_markers_stay_in_order_when_the_messages_between_them_are_dropped() -> None:
-    backlog = Backlog(5000)
-    put(backlog, 0, 1, connection="a")
-    backlog.note("a")
-    backlog.note(RECONNECTED)
-    put(backlog, 2, connection="b")
-    backlog.note("b")
-    put(backlog, 3, 4, connection="c")
-    assert taken(backlog) == ["a", RECONNECTED, "b", 3, 4]
+    for number in (1, 2):
+        smallest.put(connection, [b"t", pack_seq(number), bytes(1000)])
+    assert [entry.number for entry in smallest.entries] == [1], "the newest stays, however large"

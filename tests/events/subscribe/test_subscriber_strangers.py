@@ -75,7 +75,7 @@ async def test_connections_end_at_an_open_port_while_the_consumer_does_not_read(
     async with EventSubscriber("tcp://127.0.0.1:0", bind=True, start="live", max_waiting=1) as subscriber:
         (endpoint,) = subscriber.endpoints
         [source] = subscriber._sources
-        monitor = source._port.monitor
+        monitor = source.port.monitor
         async with ZmqEventPublisher(0, endpoint) as publisher:
             await publish_until_delivery(publisher, subscriber)
             publisher.publish(batch(0))
