@@ -40,7 +40,7 @@ counter queue_spin_hits {spin} spin_hits Busy-waits that ended with the message,
 counter queue_spin_seconds s spin_s Time spent in busy-waits.
 counter queue_naps {nap} naps Short sleeps on a timer.
 counter queue_parks {park} parks Times that an end slept until its peer woke it.
-counter queue_resent_messages {message} resent Messages sent again to remote readers, or received twice.
+counter queue_resent_messages {message} resent Messages sent again to remote readers, or dropped there behind a gap.
 counter queue_reconnects {connection} reconnects Connections to the writer that were lost and came back.
 counter queue_restarts {writer} restarts Times that a reader continued with another writer.
 counter queue_garbled_traces {message} garbled_traces Messages with an invalid trace context.

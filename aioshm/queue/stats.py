@@ -88,7 +88,7 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
         latency: Times from publishing a message until this reader took it; None for a writer and a remote reader.
         kept: Messages that a writer keeps because a remote reader has not acknowledged them yet.
         kept_bytes: Bytes of the kept messages.
-        resent: Messages sent again to remote readers, or received twice by this reader.
+        resent: Messages sent again to remote readers, or dropped by this reader behind a gap or as copies.
         reconnects: Times that a remote reader has lost and restored a connection.
         restarts: Times that a reader has raised `QueueRestarted`.
         garbled_traces: Messages that a reader got with a damaged trace context (`Options.trace_context`).

@@ -29,7 +29,6 @@ _ALL = (1 << 64) - 1
 _HEAD = struct.Struct("<4Q")  # of a slot's header: kind, sequence number, time of publishing, bytes
 _WORDS = struct.Struct("<5Q")  # then the chunk
 _WORD = struct.Struct("<Q")
-_SEQ_AT = 8
 
 STRONG_ORDER = platform.machine().lower() in {"x86_64", "amd64", "i686", "i386", "x86"}
 """Whether stores stay in order among themselves, and loads among themselves."""
@@ -343,7 +342,7 @@ class WriterBase(_End):
         self._flags[self._index * self._row_bytes] = 0
         self._order()  # seen as not written before anything in it changes, which every reader has finished with
         self.claimed_bytes = nbytes
-        _WORD.pack_into(view, start + _SEQ_AT, self.seq)
+        _WORD.pack_into(view, start + _WORD.size, self.seq)
         _WORD.pack_into(view, start + at.CHUNK, number)
         self._body = start + at.SLOT_HEADER_BYTES
         if place is not None:
@@ -586,7 +585,7 @@ class ReaderBase(_End):
         memory_fence()  # after what was read
         passed_over: bool = self._flags[self._index * self._row_bytes + self._flag] != 0
         self._order()  # whoever sees the flag cleared for a later message sees that message's number, too
-        return passed_over or _WORD.unpack_from(self._view, self._slot() + _SEQ_AT)[0] != self.seq
+        return passed_over or _HEAD.unpack_from(self._view, self._slot())[1] != self.seq
 
     def ready(self) -> bool:
         # In this order: a slot that is cleared already and still written, from the lap before, is being published.
