@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
 
@@ -66,7 +66,10 @@ class Host(Protocol):
 
 
 class Peer:
-    """One connection: of a stranger until the host admits it, then of a reader."""
+    """One connection: of a stranger until the host admits it, then of a reader.
+
+    An admission and an end are a few steps, in one iteration of the loop each: the writer sends between them.
+    """
 
     def __init__(self, listener: LifelineListener, sock: socket.socket, seen_pid: int) -> None:
         self.admitted: bool = False
@@ -85,6 +88,7 @@ class Peer:
         self._said_goodbye = False
         self._doorbell: Doorbell | None = None
         self._outbox: deque[int] = deque()
+        self._next: Callable[[], None] | None = None  # the next step; until then nothing is read
         self._loop.add_reader(sock.fileno(), self.read)
 
     # For the host
@@ -151,6 +155,7 @@ class Peer:
         self._deadline.cancel()
         if self._recheck is not None:
             self._recheck.cancel()
+        self._next = None
         if not self._loop.is_closed():
             self._loop.remove_reader(self._sock.fileno())
             self._loop.remove_writer(self._sock.fileno())
@@ -159,10 +164,28 @@ class Peer:
         if self._doorbell is not None:
             self._doorbell.close()
 
+    def _put_off(self, step: Callable[[], None]) -> None:
+        self._next = step
+        self._loop.call_soon(self._step)
+        self._listener.hurry()
+
+    def _step(self) -> None:
+        step = self._next
+        self._next = None
+        if step is not None:  # else `look` has done it
+            step()
+            self.read()
+
+    def look(self) -> None:
+        """Read everything that has arrived, and do all steps now."""
+        self.read()
+        while self._next is not None:
+            self._step()
+
     def read(self) -> None:
         # Until nothing is left: if the last bytes come together with a reset, uvloop calls this only once (libuv takes
         # EPOLLERR for a bad descriptor and stops).
-        while self._sock.fileno() >= 0 and self._read_some():
+        while self._next is None and self._sock.fileno() >= 0 and self._read_some():
             pass
 
     def _read_some(self) -> bool:
@@ -175,8 +198,10 @@ class Peer:
             data = b""
             if error.errno != errno.ECONNRESET:
                 logger.debug("lifeline of pid %d: %s", self.seen_pid, error)
-        if not data:
-            self._end()
+        if not data and self.admitted:
+            self._put_off(self._end)
+        elif not data:
+            self.close()
         elif self.admitted:
             self._signals(data)
         else:
@@ -185,14 +210,12 @@ class Peer:
         return True
 
     def _end(self) -> None:
-        if not self.admitted:
-            self.close()
-            return
-        try:
-            self._listener.host.gone(self, self._said_goodbye)
-        finally:
-            self.close()
-            self._listener.host.announce()
+        self._put_off(self._close_ended)  # before the host, which may raise
+        self._listener.host.gone(self, self._said_goodbye)
+
+    def _close_ended(self) -> None:
+        self.close()
+        self._listener.host.announce()
 
     def _signals(self, data: bytes) -> None:
         if PING in data:  # one answer to all questions
@@ -221,12 +244,14 @@ class Peer:
         self.rank = hello.rank
         self.pid = hello.pid
         self.slow = hello.slow
-        self._admit()
+        self._put_off(self._find_place)
 
-    def _admit(self) -> None:
-        """Admit this reader, after a poll for departures at the wanted rank, and of this reader."""
+    def _find_place(self) -> None:
+        """Poll for departures at the wanted rank, and of this reader; then admit this reader."""
         hello = self._hello
         assert hello is not None
+        if self._sock.fileno() < 0:  # closed before the second try
+            return
         if self._has_gone():
             self.close()
             self._listener.host.missed(hello, self._said_goodbye)
@@ -240,13 +265,18 @@ class Peer:
         except OSError as error:  # only this reader is refused
             self._refuse(self._listener.lack(self.seen_pid, error))
             return
+        self._put_off(self._admit)
+
+    def _admit(self) -> None:
+        hello = self._hello
+        assert hello is not None
         try:
             welcome, fds = self._listener.host.admit(hello)
         except HandleError as error:
             # A reader may also have ended since the poll above.
             if self._listener.host.awaits_end(hello) or self._listener.look_at_rank(hello.rank):
                 self._refusal = error
-                self._recheck = self._loop.call_later(ASK_S, self._admit)
+                self._recheck = self._loop.call_later(ASK_S, self._find_place)
             else:
                 self._turn_down(error)
             return
@@ -263,13 +293,17 @@ class Peer:
         self._deadline.cancel()
         self.admitted = True
         self._listener.lacking = None
+        self._put_off(self._announce)
         self._listener.host.attached(self)
+
+    def _announce(self) -> None:
+        """Wake calls that wait for readers."""
         self._listener.host.announce()
         self._signals(bytes(self._received))
 
     def give_up(self) -> None:
         """Close a connection that sent no greeting in time."""
-        self.read()
+        self.look()
         if self.admitted:
             return
         if self._refusal is None:
@@ -327,6 +361,8 @@ class LifelineListener:
         # Why the last reader was not admitted, if a descriptor was missing here.
         self.lacking: OutOfDescriptors | None = None
         self.doorbell: Doorbell | None = None
+        # Called when a step was put off.
+        self.hurry: Callable[[], object] = bool
         with naming_limits(f"a writer that listens on {address}"):
             self._sock: socket.socket = QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -409,7 +445,7 @@ class LifelineListener:
             self._spare = -1
 
     def _accept(self) -> bool:
-        """Accept a connection, and read its greeting; return whether there may be more."""
+        """Accept a connection; return whether there may be more."""
         if self._sock.fileno() < 0:  # the host has closed this listener when another reader came or left
             return False
         try:
@@ -436,7 +472,6 @@ class LifelineListener:
             return True
         peer = Peer(self, sock, pid)
         self._connections[sock] = peer
-        peer.read()  # readers greet when they connect
         if len(self._connections) > MAX_STRANGERS:
             strangers = [each for each in self._connections.values() if not each.admitted]
             if len(strangers) > MAX_STRANGERS:
@@ -494,7 +529,7 @@ class LifelineListener:
 
     def _look_at(self, peers: Iterable[Peer]) -> None:
         for peer in list(peers):
-            peer.read()
+            peer.look()
 
     def forget(self, sock: socket.socket) -> None:
         self._connections.pop(sock, None)

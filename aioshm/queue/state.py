@@ -37,6 +37,9 @@ YIELD_AFTER_MESSAGES = 256
 YIELD_AFTER_NS = 1_000_000
 """The budget: a task that never waits yields to the loop after this many messages, or nanoseconds."""
 
+YIELD_SOON_AFTER_MESSAGES = 16
+"""The same while a reader waits for the loop to attach."""
+
 NO_TURNS = 1 << 62
 """The same for blocking ends: the background loop runs between calls anyway."""
 
@@ -133,6 +136,7 @@ class EndState:
         self.lock: CallLock = CallLock()
         # Calls that yield to other tasks before they enter.
         self._yielding = 0
+        self._hurried = False
         self._gives_way: Callable[[], bool] = bool  # False, until there is a ring
         self.poller: Poller | None = None
         # Keeps the fast path shut while it returns true.
@@ -253,7 +257,14 @@ class EndState:
             core.budget = core.budget_ends_ns = NO_TURNS
             return
         core.budget = YIELD_AFTER_MESSAGES
+        if self._hurried:
+            self._hurried = False
+            core.budget = YIELD_SOON_AFTER_MESSAGES
         core.budget_ends_ns = (now_ns or monotonic_ns()) + YIELD_AFTER_NS
+
+    def hurry(self) -> None:
+        """Shorten the next budget, so that the loop runs soon."""
+        self._hurried = True
 
     def count_turn(self) -> None:
         """Count a message that did not pass the core."""

@@ -8,7 +8,7 @@
  *     attached       dialer.py Lifeline._readable, _signals; source.py RingSource._writer_gone
  *     accept         listener.py LifelineListener._accept
  *     greet          listener.py Peer._greet
- *     admit          listener.py Peer._admit, _has_gone
+ *     admit          listener.py Peer._find_place, _has_gone, _admit: later iterations of the loop
  *     signals        listener.py Peer._read_some, _signals; readers.py LocalReaders.attached, proven, gone, missed
  *     close          listener.py LifelineListener.close, _turn_away; listener.py Peer.close
  *

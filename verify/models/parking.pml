@@ -16,7 +16,7 @@
  *     step here       C (ring/core/*.c)                  Python
  *     publish, tell   publish, readers_parked             ring/reference.py WriterBase.commit, put_many; memory_fence
  *     ring_reader     -                                   queue/local/readers.py LocalReaders.wake_readers; lifeline/sockets.py Doorbell
- *     park            -                                   wait/poller.py Poller._sleep, ThreadPoller._sleep
+ *     park            -                                   wait/poller.py Poller._sleep
  *     release         finish, writer_parked               ReaderBase.release, take_many, ReaderControl.give_back
  *     can_go_on       -                                   ring/ends.py ReaderControl.writer_can_go_on, WriterControl.want;
  *                                                         queue/local/attachment.py WriterWaker.wake
