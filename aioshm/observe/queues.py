@@ -237,17 +237,17 @@ class Ring:
 def find_rings() -> tuple[list[Ring], int]:
     """Return this user's rings, and the number of skipped processes."""
     segments, skipped = find_segments()
-    rings: dict[str, Ring] = {}  # by the beginning of the id
+    rings: list[Ring] = []
     for segment in segments:
         if not _OVERFLOW.match(segment.link):
             with suppress(OSError, HandleError):  # the queue is gone, or another release has made it
-                ring = Ring(segment)
-                rings[ring.queue_id[:8]] = ring
+                rings.append(Ring(segment))
+    by_prefix = {ring.queue_id[:8]: ring for ring in rings}
     for segment in segments:
-        if (found := _OVERFLOW.match(segment.link)) and found[1] in rings:
-            count, nbytes = rings[found[1]].overflow
-            rings[found[1]].overflow = (count + 1, nbytes + segment.blocks * _BLOCK)
-    return list(rings.values()), skipped
+        if (found := _OVERFLOW.match(segment.link)) and (owner := by_prefix.get(found[1])) is not None:
+            count, nbytes = owner.overflow
+            owner.overflow = (count + 1, nbytes + segment.blocks * _BLOCK)
+    return rings, skipped
 
 
 def snapshot_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from loops import open_fds, turns
 from support import until
 
 from aioshm.errors import HandleError, PeerClosed, SharedMemoryError
+from aioshm.lifeline import sockets
 from aioshm.lifeline.dialer import attach, dial
 from aioshm.lifeline.listener import LifelineListener
 from aioshm.lifeline.protocol import BYE, GO, PROVEN, Welcome, pack
@@ -234,3 +236,15 @@ def nobody_listens(address: str) -> bool:
     if sock is not None:
         sock.close()
     return False
+
+
+@pytest.mark.parametrize("event", ["POLLRDHUP", "POLLHUP"])
+def test_an_end_behind_unread_bytes_is_seen_on_linux_and_on_macos(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "_CLOSED", getattr(select, event))
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.send(b"unread")
+        assert not sockets.has_hung_up(ours)
+        theirs.close()
+        assert sockets.has_hung_up(ours)
+        assert ours.recv(10) == b"unread"

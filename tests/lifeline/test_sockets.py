@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from aioshm.lifeline.sockets import (
     Doorbell,
     QuietSocket,
     new_address,
+    peer_credentials,
     remove,
     sockaddr,
 )
@@ -229,3 +231,12 @@ def test_closed_doorbell_has_no_descriptor() -> None:
     assert doorbell.fd == -1
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+@pytest.mark.parametrize("uid", [0, 1000, 2**31, 2**32 - 2])
+def test_uid_of_a_peer_has_32_bits_and_no_sign(uid: int) -> None:
+    class Kernel:
+        def getsockopt(self, *_: object) -> bytes:
+            return struct.pack("=iII", 42, uid, 7)
+
+    assert peer_credentials(Kernel()) == (42, uid)  # type: ignore[arg-type]

@@ -138,6 +138,26 @@ class TestMany:
                 sock.close()
             await until(lambda: len(door.log) == 500, "their ends")
 
+    async def test_that_talk_all_the_time_leave_the_others_their_turns(self, address: str) -> None:
+        async with opened(address) as door:
+            reader = await Reader.admitted(address)
+            stop = False
+
+            async def chatter() -> None:
+                while not stop:
+                    sock = knock(address)
+                    sock.send(b"\xff" * 100)
+                    await until_hung_up(sock)
+                    sock.close()
+
+            chatting = [asyncio.ensure_future(chatter()) for _ in range(20)]
+            for number in range(1, 51):
+                door.peers[0].ring()
+                await reader.hears("wake", number)
+            stop = True
+            await asyncio.wait_for(asyncio.gather(*chatting), 20)
+            reader.lifeline.close()
+
 
 async def test_running_out_of_descriptors_is_survived(address: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "aioshm")

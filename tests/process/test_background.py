@@ -161,3 +161,53 @@ def test_further_signals_do_not_interrupt_the_end_of_an_interrupted_call() -> No
         thread.stop()
     assert had_ended
     assert len(handled) == 4
+
+
+def test_background_loop_starts_after_its_start_was_interrupted_at_any_place() -> None:
+    script = """
+        import _thread, asyncio, os, signal, sys, time
+        from aioshm.process.loop_thread import shared_loop
+
+        class Interrupted(Exception):
+            pass
+
+        def handle(*_):
+            raise Interrupted
+
+        def count(frame, event, _arg):
+            global left
+            starting = False  # what interrupts `Thread.start` may keep the thread from running
+            while frame is not None:
+                starting = starting or frame.f_code.co_name == "start_thread"
+                frame = frame.f_back
+            if event in ("call", "c_return") and not starting:
+                left -= 1
+                if left == 0:
+                    _thread.interrupt_main(signal.SIGUSR1)
+
+        def later(selector):
+            time.sleep(0.05)
+            return make_loop(selector)
+
+        make_loop = asyncio.SelectorEventLoop
+        asyncio.SelectorEventLoop = later
+        signal.signal(signal.SIGUSR1, handle)
+        codes = []
+        for left in range(1, 21):
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(20)
+                try:
+                    sys.setprofile(count)
+                    shared_loop()
+                except (Interrupted, RuntimeError):
+                    pass
+                sys.setprofile(None)
+                os._exit(shared_loop().do(lambda: 3))
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        print(set(codes))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "{3}\n", "")

@@ -371,3 +371,20 @@ async def test_in_lockstep_a_process_that_waits_for_an_expected_step_is_not_ende
 
 def call(function: Callable[..., None], *args: object) -> None:
     function(*args)
+
+
+async def test_a_process_that_exits_while_its_line_is_found_is_not_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exit_first(process: Child) -> ProcessReport:
+        os.kill(process.pid or 0, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOWAIT)
+        return culprit(process)
+
+    culprit = stalls.culprit
+    monkeypatch.setattr(stalls, "culprit", exit_first)
+    monkeypatch.setattr(stalls, "LOOK_S", 0.1)
+    async with watched(long_step, 60.0) as (found, changes):
+        await until(lambda: found.process.exitcode is not None and found.naming is None)
+    assert [where for _, where in changes] == [""]
+    assert "stalled" not in caplog.text

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pairs import attached
 
-from aioshm import MessageQueue, OutOfDescriptors, QueueClosed
+from aioshm import MessageQueue, OutOfDescriptors, PeerDied, QueueClosed
 
 LARGE = [bytes([number]) * (50_000 + number) for number in range(3)]
 
@@ -118,3 +118,21 @@ async def test_the_writer_may_close_meanwhile() -> None:
         assert [await reader.dequeue(5) for _ in LARGE] == LARGE
         with pytest.raises(QueueClosed):
             await reader.dequeue(5)
+
+
+async def test_a_death_behind_a_descriptor_without_room_ends_a_wait() -> None:
+    """The writer died after it had passed the descriptor, and before it published the message."""
+    async with attached() as (writer, (reader,)):
+        queue: Any = writer
+        waiting = asyncio.ensure_future(reader.dequeue(20))
+        await asyncio.sleep(0)
+        fd = os.open(os.devnull, os.O_RDONLY)
+        try:
+            with starving(-1):
+                queue.end.ring.overflow.hand_over(fd)
+                for connection in list(queue.end.ring.listener._connections.values()):
+                    connection.close()
+                with pytest.raises(PeerDied):
+                    await waiting
+        finally:
+            os.close(fd)

@@ -18,6 +18,7 @@ from support import eventually
 from aioshm import CorruptSlot, MessageQueue, Options, PeerDied, SharedMemoryError
 from aioshm.queue.local import overflow_sockets
 from aioshm.queue.remote import wire
+from aioshm.ring import ShmRingBuffer
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -71,6 +72,34 @@ class TestSubscribing:
             assert stat.S_ISSOCK(path.stat().st_mode)
             assert stat.S_IMODE(run.stat().st_mode) == 0o700
         assert not list(run.iterdir())
+
+    def test_a_directory_that_cannot_be_had_is_named(self, base: Path) -> None:
+        (base / "file").touch()
+        with pytest.raises(SharedMemoryError, match="AIOSHM_RUNTIME_DIR"):
+            MessageQueue(1, 1, options=Options(overflow="zmq", runtime_dir=str(base / "file")))
+
+    async def test_reader_that_cannot_subscribe_releases_the_ring(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object) -> None:
+            raise SharedMemoryError(12, "no sockets")
+
+        closed: list[object] = []
+        close = ShmRingBuffer.close
+
+        def note_close(ring: ShmRingBuffer) -> None:
+            closed.append(ring)
+            close(ring)
+
+        async with MessageQueue(1, 1, options=Options(overflow="zmq")) as writer:
+            reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+            with monkeypatch.context() as patch:
+                patch.setattr(overflow_sockets, "OverflowSubscriber", refuse)
+                patch.setattr(ShmRingBuffer, "close", note_close)
+                waiting = asyncio.ensure_future(writer.wait_until_ready(5))
+                with pytest.raises(SharedMemoryError, match="no sockets"):
+                    await reader.wait_until_ready(5)
+                assert len(closed) == 1
+            waiting.cancel()
+            await reader.aclose()
 
 
 class TestTrouble:

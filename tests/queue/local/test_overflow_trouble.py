@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import mmap
+import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +17,7 @@ from pairs import attached
 from slots import slot_of
 
 from aioshm import CorruptSlot, MessageQueue, MessagesLost, PeerDied, QueueCancelled, QueueEmpty, SharedMemoryError
+from aioshm.lifeline import sockets
 from aioshm.queue.local.overflow import pack_marker
 from aioshm.ring.layout import SLOT_HEADER_BYTES
 
@@ -164,3 +167,28 @@ async def test_a_reader_without_room_for_it_can_try_again(monkeypatch: pytest.Mo
                 with pytest.raises(SharedMemoryError, match="message 0 of"):
                     await reader.dequeue(5)
         assert await reader.dequeue(5) == b"x" * BIG
+
+
+async def test_a_descriptor_that_was_lost_on_the_way_in_shifts_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system cannot keep it in the socket, a process with too many open files gets the byte only."""
+    async with attached() as (writer, (reader,)):
+        with monkeypatch.context() as patch:
+            receive = sockets.receive
+            lost: list[bool] = []
+
+            def lossy(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool]:
+                data, fds, cut = receive(sock, flags)
+                if fds and not lost:
+                    lost.append(True)
+                    for fd in fds:
+                        os.close(fd)
+                    fds, cut = [], True
+                return data, fds, cut
+
+            patch.setattr(sockets, "_PEEKS", False)
+            patch.setattr(sockets, "receive", lossy)
+            await writer.enqueue(b"1" * BIG)  # which may let the loop run, and so the descriptor in
+            await writer.enqueue(b"2" * BIG)
+            with pytest.raises(CorruptSlot, match="too many open files"):
+                await reader.dequeue(5)
+        assert await reader.dequeue(5) == b"2" * BIG
