@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from aioshm.ring import layout as at
 from aioshm.ring.cores import ReaderBase, WriterBase, memory_fence
@@ -37,11 +37,6 @@ class _RingEnd:
         self._words = self._header.cast("Q")
         self.readers_parked: memoryview = view[at.READERS_PARKED : at.READERS_PARKED + layout.n_reader]
         self.writer_parked: memoryview = view[at.WRITER_PARKED : at.WRITER_PARKED + 1]
-
-    @property
-    def core(self) -> Self:
-        """The end itself."""
-        return self
 
     def messages_written(self) -> int:
         """Return how many messages the writer has published."""

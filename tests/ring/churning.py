@@ -76,7 +76,7 @@ class Churn:
         self.ring = ShmRingBuffer(places, ROOM, chunks, slots=slots, inline_bytes=inline_bytes)
         self.seen_by_readers = ShmRingBuffer.from_fd(self.layout, os.dup(self.ring.fd), self.ring.queue_id)
         self.writer = cores.writer(self.layout, self.ring.view)
-        self.writer.core.bind(bytes, PLAIN, True, None)
+        self.writer.bind(bytes, PLAIN, True, None)
         self.overflow = OverflowSegments(self.writer, self.ring.queue_id, SECRET, self)  # type: ignore[arg-type]
         for place in range(places):
             self.writer.evict(place)
@@ -184,7 +184,7 @@ class Churn:
         """Send a batch, at most a lap; what does not fit a chunk ends it."""
         amount = min(times, self.layout.slots)
         messages = [*(content(self.sent + more, ROOM) for more in range(amount)), bytes(ROOM + 1)]
-        sent = self.writer.core.put_many(messages, 0)
+        sent = self.writer.put_many(messages, 0)
         for message in messages[:sent]:
             assert self.has_room(len(message)) is not False, f"message {self.sent}"
             self._sent(message, self.writer.slots[self.sent % self.layout.slots].chunk)
@@ -206,8 +206,8 @@ class Churn:
 
     def _start(self, place: int, first: int) -> None:
         end = self.cores.reader(self.layout, self.seen_by_readers.view, place)
-        end.core.bind(bytes, PLAIN, True, None)
-        end.core.start_at(first)
+        end.bind(bytes, PLAIN, True, None)
+        end.start_at(first)
         self.readers[place] = reader = Incarnation(end, first)
         self.overflow.expect_reader(reader.passed)  # type: ignore[arg-type]
 
@@ -252,7 +252,7 @@ class Churn:
             return
         end = min(reader.next + most, self.sent)
         numbers = range(reader.next, min((n for n in self.segment_of if reader.next <= n < end), default=end))
-        assert reader.end.core.take_many(most) == [content(number, ROOM) for number in numbers], f"place {place}"
+        assert reader.end.take_many(most) == [content(number, ROOM) for number in numbers], f"place {place}"
         reader.received += numbers
         reader.next += len(numbers)
 
@@ -267,7 +267,7 @@ class Churn:
             reader.end.slots[reader.next % self.layout.slots].flags[1 + place] = 1  # but it was not counted
             reader.next += 1
         elif "leasing" in how and reader.next < self.sent:
-            reader.end.core.skip()  # counted, but its slot was not given back
+            reader.end.skip()  # counted, but its slot was not given back
             reader.next += 1
         reader.end.close()
         reader.passed.close()

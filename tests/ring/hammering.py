@@ -20,7 +20,7 @@ LOST_S = 30.0
 def hammer(ring: ShmRingBuffer, kind: str, seconds: float, at_least: int) -> None:
     """Publish as fast as it goes, in every way there is, for a while and so many messages; an empty one ends it."""
     writer = CORES[kind].writer(ring.layout, ring.view)
-    core, room = writer.core, ring.layout.max_chunk_bytes
+    core, room = writer, ring.layout.max_chunk_bytes
     core.bind(bytes, PLAIN, True, None)
     deadline = monotonic() + seconds
     while monotonic() < deadline or core.seq < at_least:
@@ -41,7 +41,7 @@ def hammer(ring: ShmRingBuffer, kind: str, seconds: float, at_least: int) -> Non
 def check(ring: ShmRingBuffer, kind: str, index: int) -> None:
     """Take as fast as it goes, in every way there is, and check each byte."""
     reader = CORES[kind].reader(ring.layout, ring.view, index)
-    core, room = reader.core, ring.layout.max_chunk_bytes
+    core, room = reader, ring.layout.max_chunk_bytes
     core.bind(bytes, PLAIN, True, None)
     nothing = CORES[kind].module.EMPTY
     ended = False
@@ -104,7 +104,7 @@ def park_and_write(
     """
     cores = CORES[kind]
     writer = cores.writer(ring.layout, ring.view)
-    core: Any = writer.core
+    core: Any = writer
     flags = [writer.readers_parked[index : index + 1] for index in range(len(readers))]
     core.bind(bytes, PLAIN, True, lambda: ring_if(flags, readers))
     deadline = monotonic() + seconds
@@ -133,7 +133,7 @@ def park_and_read(ring: ShmRingBuffer, kind: str, index: int, bell: Connection, 
     """Take, by hand and in one call; sleep where there is nothing; wake the writer if it sleeps."""
     cores = CORES[kind]
     reader = cores.reader(ring.layout, ring.view, index)
-    core: Any = reader.core
+    core: Any = reader
     flags = [reader.writer_parked]
     core.bind(bytes, PLAIN, True, lambda: ring_if(flags, [writer]))
     ended = False

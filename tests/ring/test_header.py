@@ -147,7 +147,7 @@ class TestHeader:
     def test_a_new_reader_begins_a_new_histogram(self, new_pair: NewPair, new_ends: NewEnds) -> None:
         _, writer, readers = new_ends(2)
         for reader in readers:
-            reader.core.taken(1)
+            reader.taken(1)
         writer.set_reader_state(0, at.LEFT, 5)
         assert [row.latency.samples for row in read_header(writer._header).readers] == [1, 1], (
             "of who has left, it stays"

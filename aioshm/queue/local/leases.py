@@ -27,7 +27,6 @@ class Leases:
         self._may_retain = layout.max_chunks > 2
         self._state = state
         self._ring = attachment.ring
-        self._core = attachment.ring.core
         self._waker = waker
         self._retained: tuple[int, int, int] | None = None  # chunk, slot, bytes
         self._retained_at = 0.0
@@ -38,11 +37,11 @@ class Leases:
         """Release the next message's slot, or retain it while the program holds a view."""
         self.settle()
         if self._may_retain and self.windows.held(chunk):
-            self._core.skip()
+            self._ring.skip()
             self._retain(chunk, index, nbytes)
             return
         self._free(chunk, nbytes)
-        if self._core.release():
+        if self._ring.release():
             self._waker.slot_is_free()
 
     def settle(self) -> None:
@@ -52,7 +51,7 @@ class Leases:
         chunk, index, nbytes = self._retained
         self._free(chunk, nbytes)
         self._retained = None
-        if self._core.give_back(index):
+        if self._ring.give_back(index):
             self._waker.slot_is_free()
 
     def _retain(self, chunk: int, index: int, nbytes: int) -> None:
@@ -87,12 +86,12 @@ class Leases:
             return False
         # With a message there, the call ends now, and the slot is released at the end of the next block.
         ring = self._ring
-        return self._core.ready() or not ring.writer_parked[0] or ring.messages_wanted() > 1
+        return self._ring.ready() or not ring.writer_parked[0] or ring.messages_wanted() > 1
 
     def _free(self, chunk: int, nbytes: int) -> None:
         """Make sure that no held view shows the chunk."""
         if self.windows.settle(chunk, nbytes):
-            self._core.copied += nbytes
+            self._ring.copied += nbytes
 
     def close(self) -> None:
         """Copy every view that is still held. Idempotent."""

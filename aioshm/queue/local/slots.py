@@ -38,7 +38,6 @@ class SlotReader:
     def __init__(self, state: EndState, attachment: Attachment, codec: Codec, waker: WriterWaker) -> None:
         self._state = state
         self._ring = attachment.ring
-        self._core = attachment.ring.core
         self._slots = attachment.ring.slots
         self._amount = len(attachment.ring.slots)
         self._codec = codec
@@ -51,19 +50,19 @@ class SlotReader:
         on_parked = waker.slot_is_free
         if state.blocks:
             on_parked = state.defer_wakeup
-        self._core.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), on_parked)
-        self._core.bind_out_of_band(self._decode_out_of_band)
+        self._ring.bind(loads_of(codec), plain(codec.code), isinstance(codec, RawCodec), on_parked)
+        self._ring.bind_out_of_band(self._decode_out_of_band)
 
     # Taking messages
 
     def take(self) -> Any:
         """Return the next message, as `Source.take`."""
         try:
-            obj = self._core.take()
+            obj = self._ring.take()
         except CodecError:
             raise
         except Exception as error:
-            if not was_damaged(self._core):
+            if not was_damaged(self._ring):
                 raise
             raise cannot_decode(error, self._codec.name) from error
         if obj is SLOW_PATH:
@@ -75,9 +74,9 @@ class SlotReader:
     def take_many(self, most: int) -> list[Any]:
         """Return available messages, as `Source.take_many`."""
         try:
-            return self._core.take_many(min(most, sys.maxsize))
+            return self._ring.take_many(min(most, sys.maxsize))
         except Exception as error:
-            if not was_damaged(self._core):
+            if not was_damaged(self._ring):
                 raise
             raise cannot_decode(error, self._codec.name) from error
 
@@ -101,13 +100,13 @@ class SlotReader:
     def _decode_out_of_band(self, begin: int) -> Any:
         """Decode a message with buffers for the core; `SLOW_PATH` for every other message."""
         kind, code, how, n_buffers, seq, at, size = unpack_header(self._slots.bodies, begin)
-        if kind != INLINE or code != self._codec.code or seq != self._core.seq:
+        if kind != INLINE or code != self._codec.code or seq != self._ring.seq:
             return SLOW_PATH
         split_parts = split_body
         if how:
             split_parts = split_placed
         obj = self._codec.decode(*split_parts(self._slots.body(begin), n_buffers, size))
-        self._core.published_ns = at
+        self._ring.published_ns = at
         return obj
 
     def _take_slow(self) -> Any:
@@ -129,7 +128,7 @@ class SlotReader:
         least = HUGE_PAGE_BYTES
         if leased:
             least = 0
-        body = self._overflow.view(self._slots.header(begin), self._core.seq, least)
+        body = self._overflow.view(self._slots.header(begin), self._ring.seq, least)
         if body is not None:
             self.overflows += 1
         else:
@@ -137,7 +136,7 @@ class SlotReader:
             if body is None:
                 return SLOW_PATH
             if leased:
-                self._core.copied += len(body)
+                self._ring.copied += len(body)
                 body = memoryview(own_copy(body))
         try:
             if leased:
@@ -172,12 +171,12 @@ class SlotReader:
         obj = self.take()
         if obj is EMPTY or obj is SLOW_PATH:
             return None
-        self._core.copied += nbytes
+        self._ring.copied += nbytes
         return OpenedMessage(obj)
 
     def _open_lease(self, begin: int, header: Header, nbytes: int) -> OpenedMessage | None:
         """Open a message where it lies, in its chunk; None without a chunk, or without a mapping of the chunk."""
-        self._core.note_trace()
+        self._ring.note_trace()
         try:
             body = self._body(begin, header)
             chunk = self._slots.chunk(begin)
@@ -186,7 +185,7 @@ class SlotReader:
             if self._leases is None:
                 self._leases = Leases(self._state, self._attachment, self._waker)
             obj = self._decode_in_place(self._leases.windows.view(chunk, nbytes), header)
-            self._core.taken(header[5])
+            self._ring.taken(header[5])
             self.check_rank()
         except SharedMemoryError:
             return None
@@ -225,10 +224,10 @@ class SlotReader:
             body = self._overflow_body(begin)
             if body is None:
                 return None
-        self._core.note_trace()
+        self._ring.note_trace()
         try:
-            if seq != self._core.seq or (kind not in (INLINE, RAW) and not overflowed):
-                raise CorruptSlot(seq, self._core.seq)
+            if seq != self._ring.seq or (kind not in (INLINE, RAW) and not overflowed):
+                raise CorruptSlot(seq, self._ring.seq)
             whole = body
             if whole is None:
                 whole = self._slots.body(begin)
@@ -241,7 +240,7 @@ class SlotReader:
         if n_buffers or how:
             nbytes = len(whole)
         view = whole[:nbytes].toreadonly()
-        self._core.taken(at)
+        self._ring.taken(at)
         return OpenedMessage(view, partial(self._close_raw, view, body))
 
     def _close_raw(self, view: memoryview, body: memoryview | None, undo: bool) -> None:
@@ -259,18 +258,18 @@ class SlotReader:
 
     def _next(self) -> tuple[int, Header]:
         """Return the offset of the next message's slot, and the slot's header, which is read once."""
-        begin = self._slots.begin(self._core.seq % self._amount)
+        begin = self._slots.begin(self._ring.seq % self._amount)
         return begin, unpack_header(self._slots.bodies, begin)
 
     def _overflowed(self, begin: int, header: Header) -> bool:
         """Return whether a slot has the marker of a message that did not fit a chunk."""
         kind, _, _, _, seq, _, _ = header
-        return kind == OVERFLOW and seq == self._core.seq and self._overflow.has(self._slots.header(begin), seq)
+        return kind == OVERFLOW and seq == self._ring.seq and self._overflow.has(self._slots.header(begin), seq)
 
     def _overflow_body(self, begin: int) -> memoryview | None:
         """Return the body of a message that did not fit a chunk, as `OverflowReader.body`."""
         try:
-            body = self._overflow.body(self._slots.header(begin), self._core.seq)
+            body = self._overflow.body(self._slots.header(begin), self._ring.seq)
         except CorruptSlot:
             self.release()
             raise
@@ -281,8 +280,8 @@ class SlotReader:
     def _body(self, begin: int, header: Header) -> memoryview:
         """Return the room of a message that is in the ring, after checking its header."""
         kind, code, _, _, seq, _, size = header
-        if seq != self._core.seq:
-            raise CorruptSlot(seq, self._core.seq)
+        if seq != self._ring.seq:
+            raise CorruptSlot(seq, self._ring.seq)
         if kind not in (INLINE, RAW):
             raise CorruptSlot(seq, seq, f"there is no kind {kind} of message")
         if kind == INLINE and code != self._codec.code:
@@ -305,9 +304,9 @@ class SlotReader:
     def release(self, published_ns: int = 0) -> None:
         """Release the next message's slot; ``published_ns``: count its latency, too."""
         if published_ns:
-            self._core.taken(published_ns)
+            self._ring.taken(published_ns)
         self._state.count_turn()
-        if self._core.release():
+        if self._ring.release():
             self._waker.slot_is_free()
 
     def _release_overflow(self, published_ns: int = 0) -> None:

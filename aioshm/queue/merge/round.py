@@ -209,9 +209,9 @@ class Place:
         """Return the error for a message that could not be received."""
         if self.ring is None and isinstance(error, AioshmError):
             return error.with_traceback(None)
-        if self.ring is None or not self.ring.core.damaged:
+        if self.ring is None or not self.ring.damaged:
             raise error
-        self.ring.core.damaged = False
+        self.ring.damaged = False
         assert error.__traceback__ is not None
         error.__traceback__ = error.__traceback__.tb_next  # drops the frame that will refer to the new error
         return cannot_decode(error, self.reader.codec_name)

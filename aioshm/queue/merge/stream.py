@@ -283,7 +283,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             if ring is not None:
                 self._count += ring.seq - place.counted
                 place.counted = ring.seq
-                self._newest_ns = max(self._newest_ns, ring.core.published_ns)
+                self._newest_ns = max(self._newest_ns, ring.published_ns)
         rings = [place.ring for place in entered if place.running and not place.late and place.ring]
         if shared.poller is None:
             shared.poller = self._new_poller()
