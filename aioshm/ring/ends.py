@@ -43,7 +43,7 @@ class _RingEnd:
         return self._words[(at.WRITER_LINE + at.COUNT) // 8]
 
     def messages_read(self, reader: int) -> int:
-        """Return how many messages a reader has finished with."""
+        """Return how many messages a reader has received, leased or lost."""
         return self._words[(self.layout.reader_line(reader) + at.COUNT) // 8]
 
     def gives_way(self) -> bool:
@@ -126,7 +126,7 @@ class WriterControl(_RingEnd, _WriterBase):
         return self.blocker(slots, large) < 0
 
     def blocker(self, slots: int = 1, large: Sequence[int] = (), /) -> int:
-        """Return the message that all readers must read before `free` is true; -1: there is room."""
+        """Return the message that all readers must read before `free` is true; -1: there is room, with memory."""
         wanted: dict[Chunks, int] = {}
         for nbytes in large:
             chunks = self._record.chunks_for(nbytes)
@@ -217,6 +217,7 @@ class WriterControl(_RingEnd, _WriterBase):
         layout = self.layout
         self.check_open()
         self._check_reader(reader)
+        memory_fence()  # before any flag is seen: readers then look at their state, which says why
         begin = layout.flags(0)
         row = layout.flag_bytes
         flags = self.slots.view[begin : begin + layout.slots * row]
@@ -225,7 +226,7 @@ class WriterControl(_RingEnd, _WriterBase):
         self.readers_parked[reader] = 0
 
     def admit(self, reader: int, history: int = 0, gone: Callable[[int], object] | None = None, /) -> int:
-        """Admit a reader; return its first message: at most ``history`` back, and none ``gone`` since."""
+        """Admit a reader; return its first message, at most ``history`` back; ``gone``: whether a body is gone."""
         self.check_unused()
         self._check_reader(reader)
         if history < 0:
@@ -245,10 +246,9 @@ class WriterControl(_RingEnd, _WriterBase):
         return first
 
     def resume(self, reader: int, *, copies: bool = False) -> int:
-        """Admit a reader to a dead reader's place; return the first message not taken.
+        """Release a dead reader's leases; return the first message that the next reader in its place receives.
 
-        The dead reader's leases are released. ``copies``: the writer may have passed over messages, which the new
-        reader reports as lost.
+        ``copies``: the writer may have passed over messages, which the next reader reports as lost.
         """
         seq = self.seq
         amount = self.layout.slots
@@ -265,14 +265,13 @@ class WriterControl(_RingEnd, _WriterBase):
         return first
 
     def pass_over(self, reader: int, blocker: int) -> bool:
-        """Release a copying reader's messages up to ``blocker``; return whether it loses one that it had not read."""
-        seq = self.seq
+        """Release a copying reader's messages up to ``blocker``; return whether that loses an unread one."""
         read = self.messages_read(reader)
-        begin = max(self._passed.get(reader, 0), seq - self.layout.slots)
-        end = min(seq, max(read, blocker + 1))  # messages that the reader has skipped, too
+        begin = max(self._passed.get(reader, 0), self.seq - self.layout.slots)
+        end = max(begin, blocker + 1)
         for message in range(begin, end):
             self._flags_of(message)[1 + reader] = 1
-        self._passed[reader] = max(begin, end)
+        self._passed[reader] = end
         memory_fence()  # before anything that those messages lie in is written to
         return read <= blocker
 
@@ -402,14 +401,17 @@ class ReaderControl(_RingEnd, _ReaderBase):
         return self._is_intact(self.seq)
 
     def lose(self) -> tuple[int, int]:
-        """Skip to the oldest whole message, or halfway if none was read since; return the lost range."""
+        """Skip to the oldest whole message, or halfway to the newest if none was read since; return the lost range."""
         first = self.seq
         written = self.messages_written()
         seq = max(first + 1, written - self.layout.slots)
         while seq < written and not self._is_intact(seq):
             seq += 1
         if first == self._lost_at:
-            seq = max(seq, (seq + written) // 2)
+            middle = (seq + written) // 2
+            while seq < middle:
+                self._flags_of(seq)[1 + self.reader] = 1  # else the slot seems to have the next lap's message
+                seq += 1
         self.start_at(seq)
         self._lost_at = seq
         return first, seq - 1
@@ -418,12 +420,14 @@ class ReaderControl(_RingEnd, _ReaderBase):
         memory_fence()  # after the copy was made
         slot = self.slots[seq % self.layout.slots]
         flags = slot.flags
-        return flags[0] != 0 and flags[1 + self.reader] == 0 and slot.seq == seq
+        unread = flags[0] != 0 and flags[1 + self.reader] == 0
+        memory_fence()  # a later message's number is visible before its cleared flag
+        return unread and slot.seq == seq
 
     # The writer
 
     def writer_can_go_on(self) -> bool:
-        """Return whether a parked writer's message was read by all; call this after `release`."""
+        """Return whether all have read the message that a parked writer waits for; call this after `release`."""
         if self.writer_parked[0] == 0:
             return False
         memory_fence()

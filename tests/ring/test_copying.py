@@ -133,3 +133,14 @@ def test_who_loses_again_before_it_has_read_leaves_out_half_of_the_ring(pair: Pa
     pair.publish(1)
     assert pair.take() == (1, 3)
     assert pair.take() == 4
+
+
+def test_slot_of_a_skipped_message_is_not_ready_for_the_next_lap(pair: Pair) -> None:
+    pair.publish(CHUNKS + 1)
+    assert pair.take() == (0, 0)
+    pair.publish(1)
+    assert [pair.take() for _ in range(3)] == [(1, 3), 4, 5]
+    assert not pair.reader.ready()
+    assert pair.take() == "nothing"
+    assert pair.publish() == [False]
+    assert pair.take() == 6

@@ -291,11 +291,10 @@ class LocalReaders:
         """Make room: pass over messages of lenient readers, or evict the readers."""
         blocker = self.ring.blocker(slots, large)
         for index, slot in list(self._lenient.items()):
-            if not self.ring.pass_over(index, blocker):
-                continue
             if slot.slow == "evict":
-                self.registry.evict_slow(slot)
-            elif (held_back := self._limiter.admit()) is not None:
+                if self.ring.messages_read(index) <= blocker:
+                    self.registry.evict_slow(slot)
+            elif self.ring.pass_over(index, blocker) and (held_back := self._limiter.admit()) is not None:
                 text = "queue %s: %s is too slow, %d messages behind, and loses some (and %d more warnings)"
                 logger.warning(text, self.registry.name, slot.name, self.registry.lag(slot), held_back)
 

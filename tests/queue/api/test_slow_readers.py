@@ -19,6 +19,7 @@ from support import until
 
 from aioshm import MessageQueue, MessagesLost, Options, PeerClosed, QueueFull, ReaderEvicted
 from aioshm.errors import HandleError
+from aioshm.queue.registry import ReaderRegistry, ReaderSlot
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -139,6 +140,23 @@ class TestEvict:
             with pytest.raises(HandleError, match=rf"rank 1 is taken: its reader \(pid {os.getpid()} was evicted\)"):
                 async with MessageQueue.create_from_handle(writer.export_handle(), 1) as late:
                     await late.dequeue(20)
+
+    async def test_reader_that_receives_just_before_its_eviction_loses_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        evict_slow = ReaderRegistry.evict_slow
+        async with three_ends("evict") as (writer, patient, other):
+            got = []
+
+            def receive_first(registry: ReaderRegistry, slot: ReaderSlot) -> None:
+                got.append(other.dequeue_nowait()[0])
+                evict_slow(registry, slot)
+
+            monkeypatch.setattr(ReaderRegistry, "evict_slow", receive_first)
+            await publish(writer, patient, range(CHUNKS + 1))
+            assert got == [0]
+            with pytest.raises(ReaderEvicted):
+                await other.dequeue(20)
 
     async def test_the_last_reader(self) -> None:
         async with wide_writer(1, 0, chunks=CHUNKS, slow_reader="evict") as writer:
