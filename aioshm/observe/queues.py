@@ -104,12 +104,12 @@ class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         header: The ring's header.
         writer: Its writer.
         readers: Its local readers, by rank, absent ones included.
-        holders: Processes that have the ring open.
+        holders: Pids of the processes that have the ring open.
         memory_bytes: Memory that the ring occupies, of `Layout.total_bytes` at most.
         overflow_segments: The number of overflow segments.
         overflow_bytes: Memory that the overflow segments occupy.
         taken_ns: The time of the snapshot, by ``time.monotonic_ns()``.
-        bytes_per_s: Bytes in the bodies of published messages; None: not known. Rates need two snapshots of a `Watch`.
+        bytes_per_s: Rate of published bytes, of bodies alone; None: not known. Rates need two snapshots of a `Watch`.
     """
 
     label: str
@@ -168,7 +168,7 @@ class Segment:
 
 
 def find_segments(links: re.Pattern[str] = _OURS) -> tuple[list[Segment], int]:
-    """Return the segments that this user's processes have open, and the number of unreadable processes."""
+    """Return the segments that this user's processes have open, and how many processes were not looked at."""
     check_proc()
     found: dict[tuple[int, int], Segment] = {}
     skipped = 0
@@ -235,7 +235,7 @@ class Ring:
 
 
 def find_rings() -> tuple[list[Ring], int]:
-    """Return this user's rings, and the number of skipped processes."""
+    """Return this user's rings, and how many processes were not looked at."""
     segments, skipped = find_segments()
     rings: list[Ring] = []
     for segment in segments:
@@ -257,7 +257,7 @@ def snapshot_of(
     overflow: tuple[int, int],
     taken_ns: int,
 ) -> QueueSnapshot:
-    """Make a snapshot of the ring's header and its holders; ``overflow`` has the segments and their bytes. No I/O."""
+    """Make a snapshot of the ring's header and its holders; ``overflow``: how many segments, their bytes. No I/O."""
     writer = _end(
         header.writer,
         holders,
@@ -338,7 +338,7 @@ class Watch:
         rescan_s: Seconds after which `look` searches for new queues.
 
     Attributes:
-        skipped: The number of processes that could not be read.
+        skipped: The number of processes not looked at: those of other users, and those that cannot be read.
     """
 
     def __init__(self, rescan_s: float = RESCAN_S) -> None:
@@ -403,7 +403,7 @@ def find_queues() -> tuple[QueueSnapshot, ...]:
 
 
 def find_queue(key: str) -> QueueSnapshot:
-    """Return the queue with this name, id, beginning of an id, or pid of one of its ends.
+    """Return the queue with this name, id, first digits of an id (4 or more), or pid of one of its ends.
 
     Raises:
         NoProc: There is no ``/proc``.

@@ -24,7 +24,7 @@ from aioshm.zeromq.sockets import Context
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 
-# A silent publisher is checked after the check interval, then ever less often, down to this interval.
+# A silent publisher is checked after the check interval, then after longer and longer pauses, up to this one.
 CHECK_MAX_S = 30.0
 _MAX_DOUBLINGS = 16
 _SLICE_S = 0.002
@@ -61,7 +61,7 @@ class Inbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing may be decoded."""
+        """Whether decoding has to pause."""
         return len(self.waiting) >= self._capacity or self._bytes >= MAX_WAITING_BYTES
 
     @property
@@ -115,7 +115,7 @@ class EventSource:
             self.port.run_soon()
 
     def close(self) -> None:
-        """Close the sockets and drop undelivered batches. Idempotent."""
+        """Close the sockets; drop batches that are not in the inbox yet. Idempotent."""
         if self._state == "closed":
             return
         self._pause()
