@@ -456,13 +456,13 @@ class ReaderBase(_End):
         try:
             obj = self._decode()
         except Exception:
-            self.damaged = self._fails_again()
-            if not self.damaged:
-                raise  # a signal handler may have raised: the next call returns the same message
-            if self.was_evicted():
+            fails = self._fails_again()
+            if fails and self.was_evicted():
                 return EMPTY
-            self._finish_and_wake(took=False)
-            raise
+            self.damaged = fails
+            if fails:
+                self._finish_and_wake(took=False)
+            raise  # a signal handler may have raised: the next call returns the same message
         if obj is SLOW_PATH:
             return obj
         if self.was_evicted():
@@ -510,10 +510,11 @@ class ReaderBase(_End):
                 except Exception:
                     if batch:
                         break  # the next call meets the same message again
-                    self.damaged = self._fails_again()
-                    if self.damaged and self.was_evicted():
+                    fails = self._fails_again()
+                    if fails and self.was_evicted():
                         break
-                    if self.damaged:
+                    self.damaged = fails
+                    if fails:
                         self._finish()
                     raise
                 if self.was_evicted():
@@ -568,9 +569,7 @@ class ReaderBase(_End):
         self.published_ns = at_ns
         start += at.SLOT_HEADER_BYTES  # as many as a chunk's header has
         message = bytes(view[start : start + size])
-        if self.was_evicted():  # a torn message is not to be decoded
-            return None
-        return message
+        return None if self.was_evicted() else message  # a torn message is not to be decoded
 
     def _fails_again(self) -> bool:
         """Return whether the next message cannot be decoded: an error of a signal handler does not recur."""

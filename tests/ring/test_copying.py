@@ -144,3 +144,24 @@ def test_slot_of_a_skipped_message_is_not_ready_for_the_next_lap(pair: Pair) -> 
     assert pair.take() == "nothing"
     assert pair.publish() == [False]
     assert pair.take() == 6
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_message_that_is_passed_over_while_its_decoding_fails_is_not_damaged(pair: Pair, many: bool) -> None:
+    pair.publish(CHUNKS)
+    tries = []
+
+    def meanwhile() -> None:
+        tries.append(pair.writer.seq)
+        if len(tries) == 3:
+            pair.publish()
+        raise ValueError
+
+    pair.meanwhile = meanwhile
+    if many:
+        assert pair.reader.take_many(CHUNKS) == []
+    else:
+        assert pair.reader.take() is pair.empty
+    assert (pair.reader.damaged, len(tries)) == (False, 3)
+    pair.meanwhile = bool
+    assert [pair.take() for _ in range(2)] == [(0, 0), 1]

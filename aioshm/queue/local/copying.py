@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
 from aioshm.codec.base import own_copy
@@ -18,6 +19,8 @@ from aioshm.ring.cores import EMPTY, SLOW_PATH
 
 if TYPE_CHECKING:
     from aioshm.queue.local.slots import Header
+
+T = TypeVar("T")
 
 
 class CopyingSlots:
@@ -49,12 +52,7 @@ class CopyingSlots:
 
     def take(self) -> Any:
         """Return the next message, as `Source.take`."""
-        try:
-            obj = self._ring.take()
-        except Exception as error:
-            if not was_damaged(self._ring):
-                raise
-            raise cannot_decode(error, self._codec.name) from error
+        obj = decoded(self._ring, self._codec, self._ring.take)
         if obj is not SLOW_PATH and (obj is not EMPTY or not self.ready()):
             return obj
         copied = self._copy()
@@ -68,12 +66,7 @@ class CopyingSlots:
 
     def take_many(self, most: int) -> list[Any]:
         """Return available messages, as `Source.take_many`."""
-        try:
-            return self._ring.take_many(most)
-        except Exception as error:
-            if not was_damaged(self._ring):
-                raise
-            raise cannot_decode(error, self._codec.name) from error
+        return decoded(self._ring, self._codec, lambda: self._ring.take_many(most))
 
     def open_block(self, *, decoded: bool) -> OpenedMessage | None:
         """Return a copy of the next message for a block, as `Source.open_block`."""
@@ -182,8 +175,14 @@ def eviction(state: EndState, ring: RingReader) -> ReaderEvicted:
     )
 
 
-def was_damaged(ring: RingReader) -> bool:
-    """Return, once, whether the ring's end has finished with the message that it has just failed to decode."""
-    damaged = ring.damaged
-    ring.damaged = False
-    return damaged
+def decoded(ring: RingReader, codec: Codec, call: Callable[[], T]) -> T:
+    """Call the core; raise `CodecError` if the core has finished with a message that it could not decode."""
+    try:
+        return call()
+    except CodecError:
+        raise
+    except Exception as error:
+        if not ring.damaged:
+            raise
+        ring.damaged = False
+        raise cannot_decode(error, codec.name) from error

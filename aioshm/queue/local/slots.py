@@ -22,7 +22,7 @@ from aioshm.codec.frames import (
 from aioshm.codec.registry import RawCodec
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, SharedMemoryError
 from aioshm.queue.local.attachment import Attachment, WriterWaker
-from aioshm.queue.local.copying import eviction, was_damaged, wrong_codec
+from aioshm.queue.local.copying import decoded, eviction, wrong_codec
 from aioshm.queue.local.leases import VIEW_BYTES, Leases
 from aioshm.queue.source import OpenedMessage
 from aioshm.queue.state import EndState
@@ -57,14 +57,7 @@ class SlotReader:
 
     def take(self) -> Any:
         """Return the next message, as `Source.take`."""
-        try:
-            obj = self._ring.take()
-        except CodecError:
-            raise
-        except Exception as error:
-            if not was_damaged(self._ring):
-                raise
-            raise cannot_decode(error, self._codec.name) from error
+        obj = decoded(self._ring, self._codec, self._ring.take)
         if obj is SLOW_PATH:
             return self._checked(self._take_slow)
         if obj is EMPTY:
@@ -73,12 +66,7 @@ class SlotReader:
 
     def take_many(self, most: int) -> list[Any]:
         """Return available messages, as `Source.take_many`."""
-        try:
-            return self._ring.take_many(min(most, sys.maxsize))
-        except Exception as error:
-            if not was_damaged(self._ring):
-                raise
-            raise cannot_decode(error, self._codec.name) from error
+        return decoded(self._ring, self._codec, lambda: self._ring.take_many(min(most, sys.maxsize)))
 
     def check_rank(self) -> None:
         """Raise if the writer continues without this reader: the slot that was read may have another message now."""

@@ -188,10 +188,10 @@ static bool is_damaged(ReaderEnd *self)
 /* Return what stands for no message instead of one, or of the error, that an evicted reader has made of a slot. */
 static PyObject *dropped(ReaderEnd *self, PyObject *obj)
 {
-    End *end = &self->end;
     PyErr_Clear();
+    self->damaged = 0;
     Py_XDECREF(obj);
-    return Py_NewRef(end->empty);
+    return Py_NewRef(self->end.empty);
 }
 
 /* Take the next message, which is there: return it, or None if it is appended to a list. */
@@ -299,7 +299,7 @@ static PyObject *reader_take_many(ReaderEnd *self, PyObject *arg)
             if (obj == NULL) {
                 if (n == 0 && is_damaged(self)) {
                     if (was_evicted(self))
-                        PyErr_Clear();
+                        Py_DECREF(dropped(self, NULL));
                     else
                         finish(self);  /* the next call returns the message behind it */
                 }
