@@ -13,8 +13,8 @@ import msgspec
 from aioshm.arguments import check_int, check_seconds
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
-from aioshm.engine.client.heartbeats import OnLate
 from aioshm.engine.client.link import EngineLink
+from aioshm.engine.client.liveness import OnLate
 from aioshm.engine.client.requests import Inbox, OutputStream, PendingCall
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
 from aioshm.engine.protocol.control import PauseMode, PauseOrder, check_mode
@@ -271,7 +271,7 @@ class EngineClient(AsyncClosing):
 
     def supervise_heartbeats(self, hang_s: float | None, on_late: OnLate) -> None:
         """Report late engines that send heartbeats; a supervisor calls this, and ends them after ``hang_s`` seconds."""
-        self._link.heartbeats.supervise(hang_s, on_late)
+        self._link.liveness.supervise(hang_s, on_late)
 
     def add_engine(self, rank: int) -> None:
         """Expect one more engine, which gets requests once it has registered.

@@ -13,10 +13,11 @@ import msgspec
 from aioshm.engine.protocol.addresses import identity
 from aioshm.engine.protocol.messages import decode_single
 from aioshm.errors import CallFailed, EngineDead, copy_error
+from aioshm.process.progress import Sample
 from aioshm.process.restart import Health
+from aioshm.process.stalls import Judge
 
 if TYPE_CHECKING:
-    from aioshm.engine.client.heartbeats import Pulse
     from aioshm.engine.client.requests import PendingCall
 
 MAX_REGISTRATION_BYTES = 1 << 20
@@ -50,7 +51,9 @@ class Engine:
     marks: bool = False  # it has sent generations
     # Stalls
     stall: str = ""  # how it makes no progress, for people
-    pulse: Pulse | None = None  # of an engine that sends heartbeats
+    heartbeat: Sample | None = None  # the last one over the present connection
+    judge: Judge | None = None  # of an engine that sends heartbeats
+    is_late: bool = False  # by its heartbeats
     # The end
     leaving: bool = False
     timer: asyncio.TimerHandle | None = None  # runs from the first report of a death until the death is settled

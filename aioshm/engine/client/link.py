@@ -17,7 +17,6 @@ from aioshm.arguments import check_int
 from aioshm.closing import warn_not_closed
 from aioshm.config import Options
 from aioshm.engine.client.engines import Engine, Engines
-from aioshm.engine.client.heartbeats import Heartbeats
 from aioshm.engine.client.liveness import Liveness
 from aioshm.engine.client.pause import PauseOfEngines
 from aioshm.engine.client.requests import Inbox, Pending
@@ -114,7 +113,6 @@ class EngineLink:
         self.addresses.inputs[self.index] = connectable(self.sockets.input_address)
         self.addresses.outputs[self.index] = connectable(self.sockets.output_address)
         self.liveness: Liveness = Liveness(this)
-        self.heartbeats: Heartbeats = Heartbeats(this)
         if membership_address is not None:
             try:
                 keys = self._keys(membership_address)
@@ -147,7 +145,6 @@ class EngineLink:
     def _stop_listening(self) -> None:
         self._signs_of_life.close()
         self.liveness.stop()
-        self.heartbeats.stop()
         if self._membership is not None:
             self._membership.close()
 
@@ -182,7 +179,8 @@ class EngineLink:
         try:
             self.sockets.send(engine.name, kind, frames)
         except zmq.ZMQError as error:
-            self.liveness.lost(engine)
+            if engine.connection is not None:
+                self.liveness.lose(engine)
             raise EngineDead(f"engine {engine.rank} cannot be reached: {error}", engine=engine.rank) from None
         if not self.settled.is_set():
             self.sockets.registrations.run_soon()  # a send may clear the event of a waiting registration
@@ -287,7 +285,7 @@ class EngineLink:
         if engine is None or self.dead is not None:
             return
         try:
-            self.heartbeats.receive(engine, frames)
+            self.liveness.beat(engine, frames)
         except ValueError as error:
             self._limiter.warn(logger, "a heartbeat of engine %d is ignored: %s", engine.rank, error)
 
@@ -339,7 +337,7 @@ class EngineLink:
 
     def _continue_without(self, engine: Engine, error: EngineDead) -> None:
         """Resubmit a dead engine's requests that brought no output yet to other engines, and fail all others."""
-        self.heartbeats.forget(engine)
+        self.liveness.forget_heartbeats(engine)
         self._expect_more()
         engine.registration = None
         engine.stall = ""
@@ -375,7 +373,6 @@ class EngineLink:
         if not self.closed and self.dead is None:
             self.dead = error
             self.liveness.stop()
-            self.heartbeats.stop()
             self._fail(error)
 
     def _fail(self, error: AioshmError) -> None:

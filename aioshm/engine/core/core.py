@@ -8,16 +8,15 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
 from aioshm.arguments import check_int, check_plain, shown
 from aioshm.config import Options
-from aioshm.engine.core.calls import Call, Calls, call_of
-from aioshm.engine.core.sockets import COORDINATOR, MAX_PENDING_BYTES, CoreSockets, FrontEnd, SocketSettings
+from aioshm.engine.core.sockets import COORDINATOR, CoreSockets, FrontEnd
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata, EngineZmqAddresses
-from aioshm.engine.protocol.control import NO_ORDER, NOTICE_ID, PAUSE, PauseOrder, order_of
+from aioshm.engine.protocol.control import NO_ORDER, NOTICE_ID, PAUSE, PauseOrder
 from aioshm.engine.protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequestType,
@@ -40,6 +39,9 @@ from aioshm.process.progress import BUSY, ENDING, IDLE, WAITING
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
+MAX_PENDING_BYTES = 128 << 20
+"""The limit of waiting outputs for each front end on this host."""
+
 IDLE_STEP_S = 0.001
 """How long to wait after a step without outputs, unless a message comes."""
 
@@ -49,6 +51,8 @@ _USAGE_STEPS = 20
 
 _NEEDED = ("initialize", "add_request", "abort_requests", "step")
 _NEVER_ASYNC = ("has_work", "request_counts", "kv_cache_usage", "error_output")
+_NOT_TO_BE_CALLED = frozenset({*_NEEDED, "shutdown"})
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 _ADD = EngineCoreRequestType.ADD.value
 _ABORT = EngineCoreRequestType.ABORT.value
@@ -56,6 +60,8 @@ _START_DP_WAVE = EngineCoreRequestType.START_DP_WAVE.value
 _UTILITY = EngineCoreRequestType.UTILITY.value
 
 _encode_plain = msgspec.msgpack.Encoder().encode
+
+T = TypeVar("T")
 
 
 class Owner(NamedTuple):
@@ -65,12 +71,13 @@ class Owner(NamedTuple):
     generation: int
 
 
-class _Batch(NamedTuple):
-    """Outputs for one client, the generations of their requests, and the ids of finished requests."""
+class Call(NamedTuple):
+    """A call, as received."""
 
-    outputs: list[Any]
-    generations: list[int]
-    finished: set[str]
+    client_index: int
+    call_id: int
+    method: str
+    args: list[Any]
 
 
 class EngineCore:
@@ -87,25 +94,20 @@ class EngineCore:
         secure: bool = True,
         max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
-        options = options or Options.from_env()
         _check_engine(engine)
-        self._settings = SocketSettings(
-            index=index,
-            keys=(secure and options.secure) and keys,
-            max_bytes=options.max_message_bytes,
-            silence_s=options.remote_timeout,
-            max_pending_bytes=check_int("max_pending_bytes", max_pending_bytes, minimum=1),
-        )
-        self._engine = engine
+        self.options: Options = options or Options.from_env()
+        self.keys: AnyKeys | bool | None = (secure and self.options.secure) and keys  # False: nothing is encrypted
+        self.max_pending_bytes: int = check_int("max_pending_bytes", max_pending_bytes, minimum=1)
         self.index: int = index
+        self._engine = engine
         self._sockets: CoreSockets | None = None
-        self._encode = PayloadEncoder(options.max_message_bytes).encode
+        self._encode = PayloadEncoder(self.options.max_message_bytes).encode
         self._decode_request = PayloadDecoder(request_type).decode
         self._decode = PayloadDecoder().decode
         self._messages: deque[tuple[int, list[Frame]]] = deque()  # unhandled, with the indices of clients
         self._arrived = asyncio.Event()
         self._owners: dict[str, Owner] = {}  # by open request
-        self._calls = Calls(engine, self)
+        self._calls: set[asyncio.Task[None]] = set()
         self._order: PauseOrder = NO_ORDER  # the newest order to pause or to resume
         self._unanswered: list[tuple[int, int]] = []  # orders: clients and call ids
         self._held: list[tuple[Owner, str, Any]] = []  # requests of a pause with their ids, in the order of arrival
@@ -133,7 +135,7 @@ class EngineCore:
     async def connect(self, addresses: EngineZmqAddresses, fields: dict[str, Any]) -> CoreSockets:
         """Connect to the front ends, and register there with the fields of READY; return the sockets."""
         self._fields = fields
-        self._sockets = CoreSockets(addresses, self._put, self._settings)
+        self._sockets = CoreSockets(addresses, self)
         await self._sockets.register(self._registration())
         self._progress.enter(IDLE)  # before READY: from then on somebody may wait for this engine
         return self._sockets
@@ -146,7 +148,6 @@ class EngineCore:
 
     async def run(self) -> None:
         """Serve until cancelled, or until a step fails."""
-        engine = self._engine
         while True:
             while self._messages:
                 await self._handle(*self._messages.popleft())
@@ -161,7 +162,7 @@ class EngineCore:
                 # An engine that is to keep its requests votes for the end of the wave: all stop at the same step.
                 votes = bool(self._owners) and self._order.mode != "keep"
                 self._progress.enter(WAITING)
-                unfinished = await _awaited(engine.has_unfinished_dp(votes))
+                unfinished = await _awaited(self._engine.has_unfinished_dp(votes))
                 self._progress.enter(BUSY)
                 self._report_wave(complete=self._lockstep.stepped(unfinished))
                 busy = busy or unfinished  # all other engines would have to wait, too
@@ -177,19 +178,15 @@ class EngineCore:
         Nobody limits the time that an engine may take for this after a failure, so it is watched then.
         """
         self._progress.enter(BUSY if failed else ENDING)
-        self._calls.cancel()
+        for task in self._calls:
+            task.cancel()
         try:
             if self._sockets is not None:
-                self._sockets.send_dead()
                 await self._sockets.aclose()
         finally:
             shutdown = getattr(self._engine, "shutdown", None)
             if shutdown is not None:
                 await _awaited(shutdown())
-
-    def _put(self, client: int, frames: list[Frame]) -> None:
-        self._messages.append((client, frames))
-        self._arrived.set()
 
     async def _wait(self, seconds: float | None) -> None:
         self._progress.enter(IDLE)
@@ -223,37 +220,41 @@ class EngineCore:
 
     # Receiving
 
+    def receive(self, client: int, frames: list[Frame]) -> None:
+        """Queue a message of a client, or of the `COORDINATOR`; without frames: the client is gone."""
+        self._messages.append((client, frames))
+        self._arrived.set()
+
     async def _handle(self, client: int, frames: list[Frame]) -> None:
-        if not frames:  # the client is gone
-            self._held = [each for each in self._held if each[0].client != client]
-            self._unanswered = [each for each in self._unanswered if each[0] != client]
-            requests = [each for each, owner in self._owners.items() if owner.client == client]
-            self._front_end(client).log_loss(len(requests))
-            await self._drop(requests)
-            self._front_end(client).forget()
+        if not frames:
+            await self._forget(client)
             return
         kind = frames[0]
         payload = frames[1:]
         try:
             if not payload:
                 raise CodecError(f"a message of {len(frames)} frames")
-            if client == COORDINATOR:
-                self._start_wave(kind, payload)
+            if client == COORDINATOR and kind == _START_DP_WAVE:
+                self._start_wave(payload)
+            elif client == COORDINATOR or kind not in (_ADD, _ABORT, _UTILITY):
+                raise CodecError(f"a message of type {bytes(kind[:8])!r}")
             elif kind == _ADD:
                 await self._add(client, payload)
             elif kind == _ABORT:
                 await self._abort(client, payload)
-            elif kind == _UTILITY:
-                call = call_of(self._decode(payload))
-                if call.method == PAUSE:
-                    await self._obey(client, call)
-                else:
-                    self._calls.take(client, call)
             else:
-                raise CodecError(f"a message of type {bytes(kind[:8])!r}")
+                await self._call(client, _convert(self._decode(payload), Call))
         except CodecError as error:
             sender = "the coordinator" if client == COORDINATOR else f"client {client}"
             self._limiter.warn(logger, "engine %d ignores a message from %s: %s", self.index, sender, error)
+
+    async def _forget(self, client: int) -> None:
+        """Drop everything of a client that is gone."""
+        self._held = [each for each in self._held if each[0].client != client]
+        self._unanswered = [each for each in self._unanswered if each[0] != client]
+        requests = [each for each, owner in self._owners.items() if owner.client == client]
+        await self._drop(requests)
+        self._front_end(client).connect_again(len(requests))
 
     async def _add(self, client: int, payload: list[Frame]) -> None:
         sender = Owner(client, pop_mark(payload))
@@ -278,13 +279,12 @@ class EngineCore:
             return
         if owner is not None and owner.generation != sender.generation:  # a request of the client before its restart
             await self._drop([request_id])
-            owner = None
         self._progress.enter(BUSY)
         try:  # the id may be that of an open request: some front ends send a request in parts
             await _awaited(self._engine.add_request(request))
         except Exception as error:
             logger.debug("engine %d has refused request %r", self.index, request_id, exc_info=True)
-            if owner is not None:
+            if request_id in self._owners:
                 await self._drop([request_id])
             text = str(error)
             if not isinstance(error, AioshmError):
@@ -302,13 +302,13 @@ class EngineCore:
         ids = self._decode(payload)
         if not isinstance(ids, list):
             raise CodecError(f"an abort of {type(ids).__qualname__}")
-        named = dict.fromkeys(each for each in ids if isinstance(each, str))
-        held = {request_id for owner, request_id, _ in self._held if owner.client == client and request_id in named}
-        self._held = [each for each in self._held if each[0].client != client or each[1] not in held]
-        its_own = [each for each in named if each in self._owners and self._owners[each].client == client]
+        named = {each for each in ids if isinstance(each, str)}
+        held = [each for each in self._held if each[0].client == client and each[1] in named]
+        self._held = [each for each in self._held if each not in held]
+        its_own = [each for each, owner in self._owners.items() if each in named and owner.client == client]
         if its_own or held:
             await self._drop(its_own)
-            self._send_batch(client, _Batch([], [], held.union(its_own)))
+            self._send_batch(client, [], [], {*its_own, *(request_id for _, request_id, _ in held)})
 
     async def _drop(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -324,26 +324,57 @@ class EngineCore:
         assert self._sockets is not None
         return self._sockets.front_ends[client]
 
-    def _start_wave(self, kind: Frame, payload: list[Frame]) -> None:
-        if kind != _START_DP_WAVE:
-            raise CodecError(f"a message of type {bytes(kind[:8])!r}")
-        try:
-            start = msgspec.convert(self._decode(payload), StartWave)
-        except ValueError as error:
-            raise CodecError(f"no wave: {error}") from None
+    def _start_wave(self, payload: list[Frame]) -> None:
+        start = _convert(self._decode(payload), StartWave)
         if self._order.mode:  # a paused engine holds the request that has started the wave, and the others need it
             start = start._replace(exclude=None)
         if self._lockstep is not None:
             self._lockstep.start(start)
 
+    # Calls
+
+    async def _call(self, client: int, call: Call) -> None:
+        """Call a method for a client; an async one runs in a task."""
+        if call.method == PAUSE:
+            await self._obey(client, call)
+            return
+        try:
+            method: Any = None
+            if not call.method.startswith("_") and call.method not in _NOT_TO_BE_CALLED:
+                method = getattr(self._engine, call.method, None)
+            if not callable(method):
+                raise AttributeError(f"the engine has no method {call.method!r} that may be called")
+            self._progress.enter(BUSY)
+            result = method(*_converted(method, call.args))
+        except Exception as error:
+            self._fail_call(client, call, error)
+            return
+        if inspect.isawaitable(result):
+            task = asyncio.ensure_future(self._finish_call(client, call, result))
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
+        else:
+            await self._finish_call(client, call, result)
+
+    async def _finish_call(self, client: int, call: Call, result: Any) -> None:
+        try:
+            self._answer(client, UtilityOutput(call.call_id, None, (None, await _awaited(result))))
+        except Exception as error:
+            self._fail_call(client, call, error)
+
+    def _fail_call(self, client: int, call: Call, error: Exception) -> None:
+        logger.debug("a call of %s has failed", call.method, exc_info=error)
+        text = f"Call to {call.method} method failed: {error}"  # vLLM's words: clients look for them
+        self._answer(client, UtilityOutput(call.call_id, text))
+
+    def _answer(self, client: int, answer: UtilityOutput) -> None:
+        self._send(client, EngineCoreOutputs(self.index, utility_output=answer), counts=False)
+
     # The pause
 
     async def _obey(self, client: int, call: Call) -> None:
         """Pause or resume, unless a newer order is in force; the answer comes when no step is taken any more."""
-        try:
-            order = order_of(call.args)
-        except ValueError as error:
-            raise CodecError(f"no order to pause: {error}") from None
+        order = _convert(call.args, PauseOrder)
         self._front_end(client).accept()
         self._unanswered.append((client, call.call_id))
         if order <= self._order:
@@ -353,7 +384,7 @@ class EngineCore:
         self._sockets.registration = self._registration()
         for front_end in self._sockets.front_ends:
             if front_end.is_aioshm:
-                self.answer(front_end.client, UtilityOutput(NOTICE_ID, None, (None, order)))
+                self._answer(front_end.client, UtilityOutput(NOTICE_ID, None, (None, order)))
         if order.mode == "abort":
             owners = self._owners.copy()
             await self._drop(list(owners))
@@ -373,55 +404,47 @@ class EngineCore:
         """Answer all orders, if no step is to be taken or the engine is not paused."""
         if self._unanswered and not (self._order.mode and self._has_work()):
             for client, call_id in self._unanswered:
-                self.answer(client, UtilityOutput(call_id, None, (None, self._order)))
+                self._answer(client, UtilityOutput(call_id, None, (None, self._order)))
             self._unanswered.clear()
 
     # Sending
 
-    def answer(self, client: int, answer: UtilityOutput) -> None:
-        self._send(client, EngineCoreOutputs(self.index, utility_output=answer), counts=False)
-
     async def _send_outputs(self, outputs: Iterable[Any]) -> bool:
         """Send each client its outputs; return whether there were any."""
-        by_client: dict[int, _Batch] = {}
+        by_client: dict[int, list[tuple[Owner, str, Any]]] = {}
         for output in outputs:
             request_id = request_id_of(output)
             owner = self._owners.get(request_id)
             if owner is None:  # aborted meanwhile
                 continue
-            batch = by_client.setdefault(owner.client, _Batch([], [], set()))
-            batch.outputs.append(output)
-            batch.generations.append(owner.generation)
+            by_client.setdefault(owner.client, []).append((owner, request_id, output))
             if is_finished(output):
-                batch.finished.add(request_id)
                 del self._owners[request_id]
         for client, batch in by_client.items():
             try:
-                self._send_batch(client, batch)
+                generations = [owner.generation for owner, _, _ in batch]
+                finished = {request_id for _, request_id, output in batch if is_finished(output)}
+                self._send_batch(client, [output for _, _, output in batch], generations, finished)
             except CodecError:
-                await self._send_one_by_one(client, batch)
+                await self._send_one_by_one(batch)
         return bool(by_client)
 
-    def _send_batch(self, client: int, batch: _Batch) -> None:
-        outputs, generations, finished = batch
+    async def _send_one_by_one(self, batch: list[tuple[Owner, str, Any]]) -> None:
+        """Send each output; a request fails if its output cannot be encoded."""
+        for owner, request_id, output in batch:
+            finished = {request_id} if is_finished(output) else set()
+            try:
+                self._send_batch(owner.client, [output], [owner.generation], finished)
+            except CodecError as error:
+                if request_id in self._owners:
+                    await self._drop([request_id])
+                self._refuse(owner, request_id, str(error))
+
+    def _send_batch(self, client: int, outputs: list[Any], generations: list[int], finished: set[str]) -> None:
         if self._front_end(client).is_aioshm:
             self._send(client, MarkedOutputs(self.index, outputs, finished_requests=finished, generations=generations))
         else:
             self._send(client, EngineCoreOutputs(self.index, outputs, finished_requests=finished or None))
-
-    async def _send_one_by_one(self, client: int, batch: _Batch) -> None:
-        """Send each output; a request fails if its output cannot be encoded."""
-        for output, generation in zip(batch.outputs, batch.generations, strict=True):
-            request_id = request_id_of(output)
-            single = _Batch([output], [generation], set())
-            if is_finished(output):
-                single.finished.add(request_id)
-            try:
-                self._send_batch(client, single)
-            except CodecError as error:
-                if request_id not in batch.finished:
-                    await self._drop([request_id])
-                self._refuse(Owner(client, generation), request_id, str(error))
 
     def _send(self, client: int, envelope: EngineCoreOutputs[Any], *, counts: bool = True) -> None:
         assert self._sockets is not None
@@ -429,14 +452,12 @@ class EngineCore:
 
     def _refuse(self, owner: Owner, request_id: str, text: str) -> None:
         """Send the last output of a failed request."""
-        try:
-            self._send_last(owner, request_id, getattr(self._engine, "error_output", error_output)(request_id, text))
-        except Exception:
-            logger.exception("engine %d has no error_output that can be sent for %r", self.index, request_id)
-            self._send_last(owner, request_id, error_output(request_id, text))
-
-    def _send_last(self, owner: Owner, request_id: str, output: Any) -> None:
-        self._send_batch(owner.client, _Batch([output], [owner.generation], {request_id}))
+        for make in (getattr(self._engine, "error_output", error_output), error_output):
+            try:
+                self._send_batch(owner.client, [make(request_id, text)], [owner.generation], {request_id})
+                return
+            except Exception:
+                logger.exception("engine %d has no error_output that can be sent for %r", self.index, request_id)
 
     def _report_counts(self) -> None:
         """Report the load to the coordinator, if it has changed."""
@@ -464,6 +485,28 @@ async def _awaited(result: Any) -> Any:
     if inspect.isawaitable(result):
         return await result
     return result
+
+
+def _convert(payload: Any, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(payload, kind)
+    except ValueError as error:
+        raise CodecError(f"no {kind.__name__}: {error}") from None
+
+
+def _converted(method: Callable[..., Any], args: list[Any]) -> list[Any]:
+    """Return the arguments, with plain data converted to the structs of the method's annotations."""
+    try:
+        hints = get_type_hints(method)
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError, NameError):
+        return args
+    wanted = [hints.get(each.name) for each in parameters if each.kind in _POSITIONAL]
+    wanted += [None] * (len(args) - len(wanted))
+    return [
+        msgspec.convert(arg, kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else arg
+        for arg, kind in zip(args, wanted, strict=False)
+    ]
 
 
 def _check_engine(engine: Any) -> None:

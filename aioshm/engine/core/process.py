@@ -15,8 +15,7 @@ import zmq
 
 from aioshm.arguments import check_seconds
 from aioshm.config import Options
-from aioshm.engine.core.core import EngineCore
-from aioshm.engine.core.sockets import MAX_PENDING_BYTES
+from aioshm.engine.core.core import MAX_PENDING_BYTES, EngineCore
 from aioshm.engine.protocol.addresses import EngineHandshakeMetadata
 from aioshm.engine.protocol.handshake import MAX_INIT_BYTES, EngineHandshake
 from aioshm.engine.protocol.messages import HEARTBEAT_S

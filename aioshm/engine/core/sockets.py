@@ -6,11 +6,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -25,7 +23,7 @@ from aioshm.engine.protocol.messages import (
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.bound_sockets import with_views
-from aioshm.engine.security.keys import AnyKeys, EngineCredentials, keys_for_engine
+from aioshm.engine.security.keys import EngineCredentials, keys_for_engine
 from aioshm.process import progress
 from aioshm.process.background import give_back
 from aioshm.zeromq.endpoint import CurveKeys, attach, limit_frames, open_socket
@@ -33,17 +31,18 @@ from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump
 from aioshm.zeromq.sockets import Socket, Sockets
 
+if TYPE_CHECKING:
+    from aioshm.engine.core.core import EngineCore
+
 LINGER_MS = 2000
 """How long the last messages may take to leave; no time at all unless a front end is gone or stuck."""
 
-RECONNECT_S = 1.0
-"""Delay before a front end without keys gets a new connection: it ignores one that begins before the former ended."""
+RECONNECT_S = 0.05
+RECONNECT_WITHOUT_KEYS_S = 1.0
+"""Over TCP a front end without keys ignores a connection that begins before the former one has ended."""
 
 COORDINATOR = -1
 """The coordinator, in place of a client's index."""
-
-MAX_PENDING_BYTES = 128 << 20
-"""The limit of waiting outputs for each front end on this host."""
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -52,54 +51,47 @@ _HEARTBEATS_HWM = 1000  # of a front end of this host that is stopped
 _LOCAL_HWM = 8  # messages of any size that ZeroMQ holds for a front end of this host; bytes bound the remainder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SocketSettings:
-    """The rank, the keys and the limits of an engine's sockets."""
-
-    index: int
-    keys: AnyKeys | Literal[False] | None  # False: nothing is encrypted
-    max_bytes: int
-    silence_s: float
-    max_pending_bytes: int
-
-
 class FrontEnd:
     """The connection to one client: a DEALER for requests, a PUSH for outputs, and the outputs that have to wait.
 
-    A client is gone when the connection of its DEALER ends. Over TCP also the PUSH has a monitor: ZeroMQ connects again
-    after a lost connection, and has lost the messages on their way.
+    A client is gone when a connection ends: ZeroMQ would connect again, and has lost the messages on their way. Then
+    both sockets are closed, and replaced once the engine has dropped the requests of the client.
     """
 
     def __init__(self, sockets: CoreSockets, client: int, input_address: str, output_address: str) -> None:
         self.client: int = client
         self.pending: deque[tuple[int, list[bytes]]] = deque()  # outputs without room in ZeroMQ, each with its size
-        self._has_keys = sockets.has_keys_at(input_address)
-        # Whether the client is aioshm's: it gets generations and notices.
-        self.is_aioshm: bool = self._has_keys
-        self._takes_heartbeats = self._has_keys
         self._sockets = sockets
+        self._core = sockets.core
         self._input_address = input_address
         self._output_address = output_address
-        self._pending_bytes = 0
-        self._gone = False
-        self._dropped = 0  # messages since the client is gone
-        self._pumps: list[Pump] = []
-        self._requests: Pump | None = None
-        self._dealer = sockets.open(zmq.DEALER, input_address)
-        self._monitor = sockets.monitor(self._dealer)
-        attach(self._dealer, input_address, bind=False)
-        self._open_output()
+        self._has_keys = sockets.has_keys_at(input_address)
+        self._connect()
 
-    def register(self, payload: bytes) -> None:
-        """Send the registration, and read from now on."""
+    def _connect(self) -> None:
+        self._gone = False
+        self.is_aioshm: bool = self._has_keys  # whether the client takes generations, notices and heartbeats
+        self._pending_bytes = 0
+        self._dealer = self._sockets.open(zmq.DEALER, self._input_address)
+        self.output: Socket = self._sockets.open(zmq.PUSH, self._output_address)
+        self._monitors = [self._sockets.monitor(self._dealer), self._sockets.monitor(self.output)]
+        attach(self._dealer, self._input_address, bind=False)
+        attach(self.output, self._output_address, bind=False)
         loop = asyncio.get_running_loop()
-        self._dealer.send(payload, zmq.NOBLOCK)
-        self._requests = Pump.of_messages(loop, self._dealer, self._take, partial(with_views, self._dealer))
-        self._pumps = [self._requests, Pump(loop, self._monitor.pair, self.look)]
+        self._waiting = Pump(loop, self.output, self.send_pending)
+        self._pumps = [self._waiting, *(Pump(loop, monitor.pair, self.look) for monitor in self._monitors)]
+
+    def register(self) -> None:
+        """Send the registration, and read from now on."""
+        self._dealer.send(self._sockets.registration, zmq.NOBLOCK)
+        receive = partial(with_views, self._dealer)
+        take = partial(self._core.receive, self.client)
+        self._requests = Pump.of_messages(asyncio.get_running_loop(), self._dealer, take, receive)
+        self._pumps.append(self._requests)
 
     def pause(self) -> None:
         """Read no more, and send waiting outputs no more."""
-        for pump in (*self._pumps, *self._output_pumps):
+        for pump in self._pumps:
             pump.pause()
 
     # Outputs
@@ -107,17 +99,11 @@ class FrontEnd:
     def send(self, frames: list[Frame], counts: bool) -> None:
         """Send a message, or keep a copy until ZeroMQ has room; drop a message to a client that is gone."""
         if self._gone:
-            self._dropped += 1
             return
         if not self.pending:
-            try:
-                if len(frames) == 1:
-                    self.output.send(frames[0], zmq.NOBLOCK)
-                else:
-                    self.output.send_multipart(frames, zmq.NOBLOCK)
+            with suppress(zmq.Again):
+                self.output.send_multipart(frames, zmq.NOBLOCK)
                 return
-            except zmq.Again:
-                pass
         copies = [bytes(frame) for frame in frames]  # the engine may change its arrays in the next step
         size = 0
         if counts:
@@ -125,8 +111,17 @@ class FrontEnd:
         self.pending.append((size, copies))
         self._pending_bytes += size
         self._waiting.resume()
-        if self._pending_bytes > self._sockets.settings.max_pending_bytes and len(self.pending) > 1:
-            self._drop()
+        if self._pending_bytes > self._core.max_pending_bytes and len(self.pending) > 1:
+            logger.warning(
+                "engine %d dropped front end %d (%s), which has stopped reading: %d bytes of outputs wait for it, and"
+                " max_pending_bytes is %d; its requests are aborted",
+                self._core.index,
+                self.client,
+                self._output_address,
+                self._pending_bytes,
+                self._core.max_pending_bytes,
+            )
+            self._lose()  # the client notices the end of the connection when it runs again
 
     def send_pending(self) -> None:
         """Send as many of the kept messages as ZeroMQ has room for."""
@@ -137,155 +132,86 @@ class FrontEnd:
         if not self.pending:
             self._waiting.pause()
 
-    def _open_output(self) -> None:
-        self.output = self._sockets.open(zmq.PUSH, self._output_address)
-        self._output_monitor: Monitor | None = None
-        if over_tcp([self._output_address]):
-            self._output_monitor = self._sockets.monitor(self.output)
-        attach(self.output, self._output_address, bind=False)
-        loop = asyncio.get_running_loop()
-        self._waiting = Pump(loop, self.output, self.send_pending)
-        self._output_pumps = [self._waiting]
-        if self._output_monitor is not None:
-            watch = partial(self._read_output_monitor, self._output_monitor)
-            self._output_pumps.append(Pump(loop, self._output_monitor.pair, watch))
-
-    def _close_output(self) -> None:
-        for pump in self._output_pumps:
-            pump.pause()
-        self.pending.clear()
-        self._pending_bytes = 0
-        if self._output_monitor is not None:
-            self._output_monitor.close()
-        self.output.close(linger=0)
-
-    def _read_output_monitor(self, monitor: Monitor) -> None:
-        monitor.read()
-        if monitor.handshakes > monitor.connections:
-            self._disconnect()
-
     # Heartbeats
 
     def accept(self) -> None:
         """Note that the client is aioshm's."""
-        self.is_aioshm = True
-        if not self._takes_heartbeats and not self._gone:
-            self._takes_heartbeats = True
+        if not self.is_aioshm and not self._gone:
+            self.is_aioshm = True
             self.beat()
-
-    def forget(self) -> None:
-        """Note that no request of the connection that has ended is open any more: another client may be there."""
-        self.is_aioshm = self._has_keys
 
     def beat(self) -> None:
         """Send a heartbeat to a client of aioshm's."""
-        if self._sockets.beating and self._takes_heartbeats and not self._gone:
+        connected = not self._gone and self._monitors[0].connections
+        if connected and self._sockets.beating and self.is_aioshm:
             sample = progress.own().read()
             beat = Heartbeat(sample.phase, sample.steps, sample.turned_ns, sample.expected_s, sample.requests)
             with suppress(zmq.Again):
                 self._dealer.send(encode_heartbeat(beat), zmq.NOBLOCK)
-            self._look_for_requests()
+            self._requests.run_soon()  # a send may clear the event of a waiting message
 
     # Connections
 
-    def _take(self, frames: list[Frame]) -> None:
-        if not self._gone:  # else sent before the connection ended, and read afterwards
-            self._sockets.on_message(self.client, frames)
-
     def look(self) -> None:
-        """Read the monitor: the client may be gone, or back."""
-        full = False  # whether the DEALER may be full of heartbeats for a front end that was stopped
-        for kind, *_ in self._monitor.events():
-            if kind == zmq.EVENT_DISCONNECTED and not self._gone:
-                full = self._takes_heartbeats and not self._has_keys
-                self._lose()
-            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED and self._gone and not full:
-                self._gone = False
-                logger.info("client %d is back; %d messages found it gone", self.client, self._dropped)
-                self._open_output()
-                self._dealer.send(self._sockets.registration, zmq.NOBLOCK)
-                self._look_for_requests()
-                self.beat()
-        if full:
-            self._connect_anew()
-
-    def _look_for_requests(self) -> None:
-        if self._requests is not None:
-            self._requests.run_soon()  # a send may clear the event of a waiting message
+        """Read the monitors: the client may be gone."""
+        for monitor in self._monitors:
+            monitor.read()
+        if any(monitor.handshakes > monitor.connections for monitor in self._monitors):
+            self._lose()
+        else:
+            self.beat()
 
     def _lose(self) -> None:
-        """Drop the pending outputs, and abort the requests."""
+        """Close the connections, and drop the pending outputs."""
         self._gone = True
-        self._takes_heartbeats = self._has_keys
-        self._close_output()
-        self._sockets.on_message(self.client, [])
+        self.pause()
+        self.pending.clear()
+        for monitor in self._monitors:
+            monitor.close()
+        self._dealer.close(linger=0)
+        self.output.close(linger=0)
+        self._core.receive(self.client, [])
 
-    def log_loss(self, requests: int) -> None:
-        """Log that a front end on another host is gone; `_drop` logs one on this host."""
-        if requests and over_tcp([self._input_address]):
-            logger.warning(
-                "engine %d lost front end %d (%s): its connection ended or was silent; its %d requests are aborted",
-                self._sockets.settings.index,
-                self.client,
-                self._output_address,
-                requests,
-            )
-
-    def _drop(self) -> None:
-        """Disconnect a client that has stopped reading; the client notices when it runs again, and can come back."""
-        logger.warning(
-            "engine %d dropped front end %d (%s), which has stopped reading: %d bytes of outputs wait for it, and"
-            " max_pending_bytes is %d; its requests are aborted",
-            self._sockets.settings.index,
-            self.client,
-            self._output_address,
-            self._pending_bytes,
-            self._sockets.settings.max_pending_bytes,
-        )
-        self._disconnect()
-
-    def _disconnect(self) -> None:
-        """Give up a client whose outputs are lost: the end of its connection is how the client notices."""
-        self._lose()
-        self._connect_anew()
-
-    def _connect_anew(self) -> None:
-        """Connect again to a client that is gone, without unsent messages."""
-        self._dealer.disconnect(self._input_address)
-        if over_tcp([self._input_address]) and not self._has_keys:
-            asyncio.get_running_loop().call_later(RECONNECT_S, self._connect_again)
-        else:
-            self._connect_again()
+    def connect_again(self, aborted: int) -> None:
+        """Connect to a client that is gone, and whose requests were aborted."""
+        delay_s = RECONNECT_S
+        if over_tcp([self._input_address]):
+            if aborted:  # `send` logs the loss of a front end on this host
+                logger.warning(
+                    "engine %d lost front end %d (%s): its connection ended or was silent; its %d requests are aborted",
+                    self._core.index,
+                    self.client,
+                    self._output_address,
+                    aborted,
+                )
+            if not self._has_keys:
+                delay_s = RECONNECT_WITHOUT_KEYS_S
+        asyncio.get_running_loop().call_later(delay_s, self._connect_again)
 
     def _connect_again(self) -> None:
         if not self._sockets.closed:
-            attach(self._dealer, self._input_address, bind=False)
+            self._connect()
+            self.register()
 
 
 class CoreSockets:
     """The sockets to all clients, and to the coordinator if there is one.
 
-    ``on_message`` gets the index of a client, or `COORDINATOR`, and the frames of a message; no frames: the client is
+    ``core.receive`` gets the index of a client, or `COORDINATOR`, and the frames of a message; no frames: the client is
     gone.
     """
 
-    def __init__(
-        self,
-        addresses: EngineZmqAddresses,
-        on_message: Callable[[int, list[Frame]], None],
-        settings: SocketSettings,
-    ) -> None:
+    def __init__(self, addresses: EngineZmqAddresses, core: EngineCore) -> None:
         if len(addresses.inputs) != len(addresses.outputs):
             raise ValueError(f"addresses must have as many inputs as outputs, and have {addresses}")
-        self.on_message = on_message
-        self.settings: SocketSettings = settings
+        self.core: EngineCore = core
         self.closed: bool = False
         self.registration: bytes = b""
         self.beating: bool = False
         self._credentials: EngineCredentials | None = None
         everywhere = [*addresses.inputs, *addresses.outputs, addresses.coordinator_input, addresses.coordinator_output]
-        if settings.keys is not False and over_tcp(everywhere):
-            self._credentials = keys_for_engine(settings.index, settings.keys)
+        if core.keys is not False and over_tcp(everywhere):
+            self._credentials = keys_for_engine(core.index, core.keys)
         self._sockets = Sockets()
         self.front_ends: list[FrontEnd] = []
         self.coordinated: bool = addresses.coordinator_input is not None and addresses.coordinator_output is not None
@@ -314,7 +240,7 @@ class CoreSockets:
         if self.coordinated:
             self._subscription.send(SUBSCRIBE_TO_ALL, zmq.NOBLOCK)
         for front_end in self.front_ends:
-            front_end.register(payload)
+            front_end.register()
         if self.coordinated:
             receive = partial(with_views, self._subscription)
             loop = asyncio.get_running_loop()
@@ -322,7 +248,7 @@ class CoreSockets:
             await self._coordinator_ready
 
     def send(self, client: int, frames: list[Frame], *, counts: bool = True) -> None:
-        """Send a message to a client, or to the coordinator; a message to a client that is gone is dropped."""
+        """Send a message to a client, or to the coordinator; ``counts``: towards ``max_pending_bytes``."""
         if client == COORDINATOR:
             self._reports.send_multipart(frames, zmq.NOBLOCK)
         else:
@@ -333,20 +259,18 @@ class CoreSockets:
         self.beating = True
         if not self.closed:
             for front_end in self.front_ends:
-                front_end.look()
                 front_end.beat()
 
-    def send_dead(self) -> None:
-        """Report to every client that this engine ends."""
-        for front_end in self.front_ends:
-            front_end.send([ENGINE_CORE_DEAD], counts=True)
-
     async def aclose(self) -> None:
-        """Close the sockets once all messages have left. Idempotent; continues in a thread when cancelled."""
+        """Report the end of this engine, and close the sockets once all messages have left.
+
+        Idempotent; continues in a thread when cancelled.
+        """
         if self.closed:
             return
         self.closed = True
         for front_end in self.front_ends:
+            front_end.send([ENGINE_CORE_DEAD], counts=True)
             front_end.pause()
         if self._orders is not None:
             self._orders.pause()
@@ -374,9 +298,10 @@ class CoreSockets:
 
     def open(self, kind: int, address: str, *, to_coordinator: bool = False) -> Socket:
         """Open a socket, to be connected later."""
-        settings = self.settings
         curve: CurveKeys | None = None
+        name = identity(self.core.index)
         if self._credentials is not None and over_tcp([address]):
+            name = self._credentials.name
             curve = self._credentials.to_front_end()
             if kind == zmq.XSUB or to_coordinator:
                 curve = self._credentials.to_coordinator()
@@ -392,15 +317,12 @@ class CoreSockets:
                 bind=False,
                 hwm=hwm,
                 curve=curve,
-                silence_s=settings.silence_s,
+                silence_s=self.core.options.remote_timeout,
                 heartbeats=kind == zmq.DEALER,  # a client is gone when the connection of its DEALER ends
             )
         )
-        limit_frames(socket, settings.max_bytes)
+        limit_frames(socket, self.core.options.max_message_bytes)
         if kind == zmq.DEALER:
-            name = identity(settings.index)
-            if curve is not None and self._credentials is not None:
-                name = self._credentials.name
             socket.setsockopt(zmq.ROUTING_ID, name)
             socket.setsockopt(zmq.SNDHWM, _HEARTBEATS_HWM)
         return socket
@@ -414,6 +336,6 @@ class CoreSockets:
 
     def _take_from_coordinator(self, frames: list[Frame]) -> None:
         if frames != [COORDINATOR_READY]:
-            self.on_message(COORDINATOR, frames)
+            self.core.receive(COORDINATOR, frames)
         elif not self._coordinator_ready.done():  # READY comes again whenever an engine has come
             self._coordinator_ready.set_result(None)

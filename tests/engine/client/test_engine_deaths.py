@@ -27,6 +27,7 @@ from served_engine import (
 )
 from startups import tasks
 
+from aioshm import Options
 from aioshm.engine import (
     ClientOptions,
     CoreEngine,
@@ -287,8 +288,7 @@ def manager_of(processes: list[Elsewhere]) -> Any:
 
 
 def liveness_of(engines: Engines, deaths: list[EngineDead]) -> Liveness:
-    link: Any = SimpleNamespace(die=deaths.append, engines=engines, chosen=ClientOptions())
-    link.heartbeats = SimpleNamespace(forget=lambda _: None)
+    link: Any = SimpleNamespace(die=deaths.append, engines=engines, chosen=ClientOptions(), options=Options())
     return Liveness(link)
 
 
@@ -377,7 +377,7 @@ async def test_engine_whose_exit_is_noticed_before_its_last_message_dies_once(mo
         await until(lambda: link.engines[1].timer)
         assert link.sockets._pull.poll(10_000)
         link.sockets.outputs.work = read
-        link.liveness._report(EngineDead("engine 1 exited", engine=1))
+        link.liveness.report(EngineDead("engine 1 exited", engine=1))
         assert not link.sockets._pull.poll(0)
         assert link.engines[1].timer is None
         assert serving.client.stats().deaths == 1

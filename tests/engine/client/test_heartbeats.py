@@ -194,7 +194,7 @@ def beat(phase: int = IDLE, steps: int = 0, turns: int = 1, expected_s: float = 
 async def bare_engine(
     monkeypatch: pytest.MonkeyPatch, warning_s: float = 0.2
 ) -> AsyncIterator[tuple[EngineClient, BareEngine, Any]]:
-    monkeypatch.setattr("aioshm.engine.client.heartbeats.GRACE_S", 0.1)
+    monkeypatch.setattr("aioshm.engine.client.liveness.GRACE_S", 0.1)
     options = {"options": Options(stall_warning_s=warning_s), "on_engine_death": "continue"}
     async with clients_of(here_and_there(), 1, 1, **options) as serving:
         with zmq.Context() as context, BareEngine(context, serving.client) as engine:

@@ -122,9 +122,9 @@ async def test_output_for_a_connection_that_has_ended_reaches_no_later_request(m
     front_ends: list[FrontEnd] = []
     register = FrontEnd.register
 
-    def registered(front_end: FrontEnd, payload: bytes) -> None:
+    def registered(front_end: FrontEnd) -> None:
         front_ends.append(front_end)
-        register(front_end, payload)
+        register(front_end)
 
     monkeypatch.setattr(FrontEnd, "register", registered)
     engine = InStep()
@@ -132,10 +132,11 @@ async def test_output_for_a_connection_that_has_ended_reaches_no_later_request(m
         client = serving.client
         former = client.submit(ask("a", None))
         await engine.has_begun.wait()
-        front_ends[0]._disconnect()
-        await until(lambda: client.stats().deaths and not client.deaths)  # the engine is back
-        later = client.submit(ask("a", 3))
+        front_ends[0]._lose()
+        await until(lambda: client.deaths)
         engine.may_end.set()
+        await until(lambda: not client.deaths)  # the engine is back
+        later = client.submit(ask("a", 3))
         assert [output["token"] for output in await collected(later)] == [0, 1, 2]
         with pytest.raises(EngineDead):
             await anext(former)

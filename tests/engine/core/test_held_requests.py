@@ -65,7 +65,7 @@ class TestHeld:
         engine = Engine()
         gone: list[int] = []
         # Nothing else shows that the engine has noticed.
-        monkeypatch.setattr(FrontEnd, "log_loss", lambda front_end, _requests: gone.append(front_end.client))
+        monkeypatch.setattr(FrontEnd, "connect_again", lambda front_end, _: gone.append(front_end.client))
         async with served(engine, n_clients=2) as serving:
             one, other = serving.clients
             await one.pause()
@@ -131,7 +131,7 @@ class TestOrders:
         async with served(Engine()) as serving:
             send(serving, b"\x03", [0, 5, PAUSE, args], client=0)
             assert len(await collected(serving.client.submit(ask("a")))) == 3
-            assert ("no order to pause" in caplog.text) == bool(args)
+            assert ("no PauseOrder" in caplog.text) == bool(args)
 
     async def test_requests_of_a_front_end_of_vllm_end_with_an_error_output(self) -> None:
         engine = Engine()

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from aioshm.engine.client.engines import Engines
-from aioshm.engine.core.calls import Call
+from aioshm.engine.core.core import Call
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
 from aioshm.engine.protocol.control import (
     Notice,
