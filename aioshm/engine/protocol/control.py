@@ -87,15 +87,10 @@ class PausedMetadata(EngineHandshakeMetadata):
     pause: PauseOrder
 
 
-def order_of(fields: Any) -> PauseOrder:
-    """Return the decoded order; a `ValueError` describes an invalid one."""
-    return msgspec.convert(fields, PauseOrder)
-
-
 def order_or_none(fields: Any) -> PauseOrder:
     """Return the decoded order of an engine, or `NO_ORDER` if it is invalid."""
     try:
-        return order_of(fields)
+        return msgspec.convert(fields, PauseOrder)
     except ValueError:
         return NO_ORDER
 
