@@ -93,10 +93,9 @@ class Liveness:
             return
         if rank is None and len(self._engines) == 1:
             engine = next(iter(self._engines))
-        if engine is not None:
-            if engine.death is None:
-                engine.said_dead = True
-                self.lose(engine)
+        if engine is not None and engine.death is None:
+            engine.said_dead = True
+            self.lose(engine)
         for each in self._engines:
             each.said_dead |= rank is None and each.timer is not None
         if rank is None and all(each.timer is None and each.connection is not None for each in self._engines):
