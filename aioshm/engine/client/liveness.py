@@ -88,19 +88,20 @@ class Liveness:
 
     def said_dead(self, rank: int | None = None) -> None:
         """Note an engine's report of its end; ``rank``: the engine, if known."""
-        engine = self._engines.get(rank)
-        if rank is None and self._engines.removed:  # it may be one of these
+        if rank is None and len(self._engines) == 1 and not self._engines.removed:
+            rank = self._engines.ranks[0]
+        if rank is not None:
+            engine = self._engines.get(rank)
+            if engine is not None and engine.death is None:
+                engine.said_dead = True
+                self.lose(engine)
             return
-        if rank is None and len(self._engines) == 1:
-            engine = next(iter(self._engines))
-        if engine is not None and engine.death is None:
-            engine.said_dead = True
-            self.lose(engine)
         for each in self._engines:
-            each.said_dead |= rank is None and each.timer is not None
-        if rank is None and all(each.timer is None and each.connection is not None for each in self._engines):
+            each.said_dead |= each.timer is not None
+        # Else it is the engine that is lost, dead, or removed.
+        all_are_here = all(each.timer is None and each.connection is not None for each in self._engines)
+        if all_are_here and self._nameless is None and not (self._engines.removed or self._stopped):
             error = EngineDead("an engine has said that it ends, and not which one it is")
-            self._forget_nameless()
             self._nameless = self._loop.call_later(NAME_WITHIN_S, self.report, error)
 
     def explain(self, rank: int, incarnation: int, error: EngineDead) -> None:

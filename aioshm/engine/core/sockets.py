@@ -89,10 +89,12 @@ class FrontEnd:
         self._requests = Pump.of_messages(asyncio.get_running_loop(), self._dealer, take, receive)
         self._pumps.append(self._requests)
 
-    def pause(self) -> None:
+    def stop(self) -> None:
         """Read no more, and send waiting outputs no more."""
         for pump in self._pumps:
             pump.pause()
+        for monitor in self._monitors:
+            monitor.close()
 
     # Outputs
 
@@ -164,10 +166,8 @@ class FrontEnd:
     def _lose(self) -> None:
         """Close the connections, and drop the pending outputs."""
         self._gone = True
-        self.pause()
+        self.stop()
         self.pending.clear()
-        for monitor in self._monitors:
-            monitor.close()
         self._dealer.close(linger=0)
         self.output.close(linger=0)
         self._core.receive(self.client, [])
@@ -227,7 +227,7 @@ class CoreSockets:
                 attach(self._reports, addresses.coordinator_output, bind=False)
         except BaseException:
             for front_end in self.front_ends:
-                front_end.pause()
+                front_end.stop()
             self._sockets.close()
             raise
 
@@ -271,7 +271,7 @@ class CoreSockets:
         self.closed = True
         for front_end in self.front_ends:
             front_end.send([ENGINE_CORE_DEAD], counts=True)
-            front_end.pause()
+            front_end.stop()
         if self._orders is not None:
             self._orders.pause()
         self._coordinator_ready.cancel()
@@ -330,7 +330,6 @@ class CoreSockets:
     def monitor(self, socket: Socket) -> Monitor:
         """Monitor a socket that is not connected yet."""
         monitor = Monitor(socket)
-        self._sockets.close_first(monitor.close)
         self._sockets.add(monitor.pair)
         return monitor
 
