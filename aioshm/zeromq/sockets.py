@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import weakref
+from collections.abc import Callable
 from multiprocessing import util
 from typing import TypeAlias
 
@@ -90,6 +91,7 @@ class Sockets:
         self.closed: bool = False  # also in a forked child
         self.context: Context = new_context(what, sockets=count, connections=connections, threads=threads)
         self._sockets: list[Socket] = []
+        self._first: list[Callable[[], None]] = []
         _open.add(self)
         detach_when_forked(self)
 
@@ -99,12 +101,18 @@ class Sockets:
         self._sockets.append(socket)
         return socket
 
+    def close_first(self, close: Callable[[], None]) -> None:
+        """Call ``close`` before the sockets are closed."""
+        self._first.append(close)
+
     def close(self, linger_ms: int = 0) -> None:
         """Close everything, and drop unsent messages, immediately or, blocking, after ``linger_ms``. Idempotent."""
         if self.closed:
             return
         self.closed = True
         _open.discard(self)
+        for close in self._first:
+            close()
         for socket in self._sockets:
             socket.close(linger=linger_ms)
         self.context.term()

@@ -66,10 +66,10 @@ class FrontEnd:
         self._input_address = input_address
         self._output_address = output_address
         self._has_keys = sockets.has_keys_at(input_address)
+        self._gone = False
         self._connect()
 
     def _connect(self) -> None:
-        self._gone = False
         self.is_aioshm: bool = self._has_keys  # whether the client takes generations, notices and heartbeats
         self._pending_bytes = 0
         self._dealer = self._sockets.open(zmq.DEALER, self._input_address)
@@ -155,13 +155,15 @@ class FrontEnd:
     # Connections
 
     def look(self) -> None:
-        """Read the monitors: the client may be gone."""
+        """Read the monitors: the client may be gone, or back."""
         for monitor in self._monitors:
             monitor.read()
         if any(monitor.handshakes > monitor.connections for monitor in self._monitors):
             self._lose()
-        else:
-            self.beat()
+        elif self._gone and self._monitors[0].connections:
+            self._gone = False
+            self.register()  # not before: a message that waits for an absent client would delay the end of the engine
+        self.beat()
 
     def _lose(self) -> None:
         """Close the connections, and drop the pending outputs."""
@@ -191,7 +193,6 @@ class FrontEnd:
     def _connect_again(self) -> None:
         if not self._sockets.closed:
             self._connect()
-            self.register()
 
 
 class CoreSockets:
