@@ -10,8 +10,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from aioshm.engine import EngineClient, EngineKeys
+from aioshm.engine import EngineClient, EngineKeys, EngineZmqAddresses
 from aioshm.engine.dp.coordination import CoordinatorAddresses
+from aioshm.engine.protocol.messages import mark
 
 WITHIN_S = 30
 
@@ -140,6 +141,36 @@ class BareEngine:
     def __exit__(self, *_: object) -> None:
         self.dealer.close(linger=0)
         self.push.close(linger=0)
+
+
+class BareClient:
+    """The ROUTER and PULL of a front end without keys, which read nothing by themselves."""
+
+    def __init__(self, context: Any, addresses: EngineZmqAddresses, index: int = 0) -> None:
+        self.router = context.socket(zmq.ROUTER)
+        self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.pull = context.socket(zmq.PULL)
+        self._addresses = addresses.inputs[index], addresses.outputs[index]
+
+    def __enter__(self) -> Self:
+        self.router.bind(self._addresses[0])
+        self.pull.bind(self._addresses[1])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.router.close(linger=0)
+        self.pull.close(linger=0)
+
+    async def hears(self) -> bytes:
+        """Return the next registration or heartbeat."""
+        _, frame = await received(self.router)
+        return frame
+
+    def submit(self, request: dict[str, Any], *, generation: int = 0) -> None:
+        frames = [pack(request)]
+        if generation:
+            frames = mark(frames, generation)
+        self.router.send_multipart([b"\0\0", b"\0", *frames])
 
 
 class BareFrontEnd:

@@ -27,6 +27,8 @@ class Proxy:
 
     Attributes:
         connections: How many there were.
+        refused: How many there were while `refusing`.
+        pings: How many heartbeats of ZeroMQ have passed, where nothing is encrypted.
         delay_s: How long each chunk waits, at most: a random time below.
         refusing: Whether new connections are reset at once.
     """
@@ -41,6 +43,8 @@ class Proxy:
         self._flowing.set()
         self._misbehaving: asyncio.Task[None] | None = None
         self.connections = 0
+        self.refused = 0
+        self.pings = 0
         self.delay_s = 0.0
         self.refusing = False
 
@@ -137,6 +141,7 @@ class Proxy:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = _Connection(reader, writer)
         self._open.add(connection)
+        self.refused += self.refusing
         try:
             if not self.refusing and await connection.extend(*self._target):
                 self.connections += 1
@@ -190,6 +195,7 @@ class _Connection:
         try:
             while chunk := await source.read(CHUNK_BYTES):
                 await proxy.pause()
+                proxy.pings += b"\x04PING" in chunk
                 if self.truncating:
                     sink.write(proxy.part(chunk))
                     await sink.drain()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import zmq
 from hanging import KEYS
-from peers import BareEngine, BareFrontEnd, received
+from peers import BareClient, BareEngine, BareFrontEnd, received
 from served_engine import Engine, ask, clients_of, collected, here_and_there, until
 from startups import tasks
 
@@ -35,7 +35,7 @@ from aioshm.engine import (
     run_engine_core,
 )
 from aioshm.engine.protocol.control import PAUSE
-from aioshm.engine.protocol.messages import encode_heartbeat, mark
+from aioshm.engine.protocol.messages import encode_heartbeat
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.progress import BUSY, ENDING, IDLE, STARTING, Progress
 
@@ -61,27 +61,6 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Progress:
     return fresh
 
 
-class FrontEnd:
-    """The bare sockets of a front end without keys."""
-
-    def __init__(self, context: Any, addresses: EngineZmqAddresses, *, hwm: int = 1000) -> None:
-        self.router = context.socket(zmq.ROUTER)
-        self.router.setsockopt(zmq.RCVHWM, hwm)
-        self.pull = context.socket(zmq.PULL)
-        self.router.bind(addresses.inputs[0])
-        self.pull.bind(addresses.outputs[0])
-
-    def submit(self, request_id: str, *, generation: int = 0) -> None:
-        frames = [encode(ask(request_id, 1))]
-        if generation:
-            frames = mark(frames, generation)
-        self.router.send_multipart([b"\0\0", b"\0", *frames])
-
-    def close(self) -> None:
-        self.router.close(linger=0)
-        self.pull.close(linger=0)
-
-
 @asynccontextmanager
 async def engine_of(context: Any, addresses: EngineZmqAddresses) -> AsyncIterator[None]:
     """Run an engine in this loop; a bare front end shakes hands with it."""
@@ -93,9 +72,9 @@ async def engine_of(context: Any, addresses: EngineZmqAddresses) -> AsyncIterato
             yield
 
 
-async def heard(front_end: FrontEnd) -> list[Any]:
+async def heard(front_end: BareClient) -> list[Any]:
     """Return the next heartbeat."""
-    _, frame = await received(front_end.router)
+    frame = await front_end.hears()
     assert frame[:18] == b"\x96\xb0aioshm heartbeat"
     heartbeat: list[Any] = msgspec.msgpack.decode(frame)
     return heartbeat[1:]
@@ -104,10 +83,10 @@ async def heard(front_end: FrontEnd) -> list[Any]:
 @pytest.mark.parametrize("first", ["request", "order"])
 async def test_front_end_gets_heartbeats_once_it_is_certainly_aioshms(first: str, own: Progress) -> None:
     addresses = here_and_there()
-    with zmq.Context() as context, closing(FrontEnd(context, addresses)) as front_end:
+    with zmq.Context() as context, BareClient(context, addresses) as front_end:
         async with engine_of(context, addresses):
-            assert (await received(front_end.router))[1:] == [REGISTRATION]
-            front_end.submit("a")
+            assert await front_end.hears() == REGISTRATION
+            front_end.submit(ask("a", 1))
             await received(front_end.pull)
             before = own.read().turned_ns
             await until(lambda: own.read().turned_ns > before)  # dozens of heartbeats later
@@ -116,7 +95,7 @@ async def test_front_end_gets_heartbeats_once_it_is_certainly_aioshms(first: str
                 order = encode([0, 5, PAUSE, [1, 0, ""]])
                 front_end.router.send_multipart([b"\0\0", b"\x03", order])
             else:
-                front_end.submit("b", generation=7)
+                front_end.submit(ask("b", 1), generation=7)
             _phase, steps, _turns, expected_s, requests = await heard(front_end)
             assert (expected_s, requests) == (0.0, 0)
             if first == "order":
@@ -138,21 +117,23 @@ async def test_successor_of_a_stopped_front_end_gets_the_registration_and_no_old
         return encode_heartbeat(heartbeat)
 
     monkeypatch.setattr("aioshm.engine.core.process.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("aioshm.zeromq.endpoint.RECONNECT_MS", 10_000)  # the loop runs before ZeroMQ connects again
     monkeypatch.setattr("aioshm.engine.core.sockets._HEARTBEATS_HWM", 3)
     monkeypatch.setattr("aioshm.engine.core.sockets.encode_heartbeat", counted)
     addresses = here_and_there()
-    with zmq.Context() as context, ExitStack() as ends:
-        front_end = ends.enter_context(closing(FrontEnd(context, addresses, hwm=1)))
+    with zmq.Context() as context:
+        front_end = BareClient(context, addresses)
+        front_end.router.setsockopt(zmq.RCVHWM, 1)
         async with engine_of(context, addresses):
-            assert (await received(front_end.router))[1:] == [REGISTRATION]
-            front_end.submit("a", generation=7)
-            await until(lambda: beats > 3000)  # the sockets and the kernel's buffer have no room left
-            front_end.close()
-            successor = ends.enter_context(closing(FrontEnd(context, addresses)))
-            assert (await received(successor.router))[1:] == [REGISTRATION]
-            successor.submit("b")
-            await received(successor.pull)
-            assert not successor.router.poll(0)
+            with front_end:
+                assert await front_end.hears() == REGISTRATION
+                front_end.submit(ask("a", 1), generation=7)
+                await until(lambda: beats > 3000)  # the sockets and the kernel's buffer have no room left
+            with BareClient(context, addresses) as successor:
+                assert await successor.hears() == REGISTRATION
+                successor.submit(ask("b", 1))
+                await received(successor.pull)
+                assert not successor.router.poll(0)
 
 
 async def test_expectation_leaves_although_the_loop_is_blocked_next(
@@ -160,7 +141,7 @@ async def test_expectation_leaves_although_the_loop_is_blocked_next(
 ) -> None:
     monkeypatch.setattr("aioshm.engine.core.process.HEARTBEAT_S", 3600)
     addresses = here_and_there()
-    with zmq.Context() as context, closing(FrontEnd(context, addresses)) as front_end:
+    with zmq.Context() as context, BareClient(context, addresses) as front_end:
 
         def expected() -> float:  # without a turn of the loop
             assert front_end.router.poll(10_000)
@@ -168,8 +149,8 @@ async def test_expectation_leaves_although_the_loop_is_blocked_next(
             return seconds
 
         async with engine_of(context, addresses):
-            await received(front_end.router)
-            front_end.submit("a", generation=7)
+            await front_end.hears()
+            front_end.submit(ask("a", 1), generation=7)
             await heard(front_end)
             await received(front_end.pull)
             with progress.expect(33):

@@ -8,25 +8,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import zmq
-import zmq.asyncio
+from peers import BareClient, received
 from served_engine import Engine, Serving, ask, collected, here_and_there, served, until
 
-from aioshm.engine import (
-    EngineZmqAddresses,
-    run_engine_core,
-)
+from aioshm.engine import run_engine_core
 from aioshm.engine.protocol.messages import EnvelopeDecoder
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
 CHUNK = 1 << 16
 WITHIN_S = 30.0
-
-encode = msgspec.msgpack.encode
 
 
 class Streaming(Engine):
@@ -52,46 +46,23 @@ class Streaming(Engine):
         return outputs + [{"request_id": each, "finish_reason": "length"} for each in ended]
 
 
-class Unread:
-    """A front end whose sockets have hardly any buffers, like those of a stopped process."""
-
-    def __init__(self, context: zmq.asyncio.Context, addresses: EngineZmqAddresses) -> None:
-        self.router = context.socket(zmq.ROUTER)
-        self.pull = context.socket(zmq.PULL)
-        self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self.pull.setsockopt(zmq.RCVHWM, 1)
-        self.pull.setsockopt(zmq.RCVBUF, 1 << 16)
-        self.router.bind(addresses.inputs[1])
-        self.pull.bind(addresses.outputs[1])
-
-    async def registration(self) -> bytes:
-        """Return the identity of the engine that registers."""
-        async with asyncio.timeout(WITHIN_S):
-            frames: list[bytes] = await self.router.recv_multipart()
-        return frames[0]
-
-    async def submit(self, engine: bytes, request: dict[str, Any]) -> None:
-        await self.router.send_multipart([engine, b"\x00", encode(request)])
-
-    async def outputs(self) -> list[Any]:
-        """Return the outputs of the next message; the text of a message that is no envelope."""
-        async with asyncio.timeout(WITHIN_S):
-            frames = await self.pull.recv_multipart()
-        return [frames[0].decode()] if len(frames[0]) == 16 else EnvelopeDecoder(None).decode(frames).outputs
+async def outputs(front_end: BareClient) -> list[Any]:
+    """Return the outputs of the next message; the text of a message that is no envelope."""
+    frames = await received(front_end.pull)
+    return [frames[0].decode()] if len(frames[0]) == 16 else EnvelopeDecoder(None).decode(frames).outputs
 
 
 @asynccontextmanager
-async def beside_unread(engine: Engine, **options: Any) -> AsyncIterator[tuple[Serving, Unread]]:
-    """Let an engine serve a client, and a front end that reads nothing."""
+async def beside_unread(engine: Engine, **options: Any) -> AsyncIterator[tuple[Serving, BareClient]]:
+    """Let an engine serve a client, and a front end whose sockets have hardly any buffers, and that reads nothing."""
     addresses = here_and_there(2)
-    with zmq.asyncio.Context() as context:
-        unread = Unread(context, addresses)
-        try:
+    with zmq.Context() as context:
+        unread = BareClient(context, addresses, 1)
+        unread.pull.setsockopt(zmq.RCVHWM, 1)
+        unread.pull.setsockopt(zmq.RCVBUF, 1 << 16)
+        with unread:
             async with served(engine, addresses=addresses, **options) as serving:
                 yield serving, unread
-        finally:
-            unread.router.close(linger=0)
-            unread.pull.close(linger=0)
 
 
 async def test_front_end_that_reads_nothing_is_dropped_by_name_and_can_come_back(
@@ -99,10 +70,10 @@ async def test_front_end_that_reads_nothing_is_dropped_by_name_and_can_come_back
 ) -> None:
     engine = Streaming(0.001)  # without a pause an engine outruns its readers, where processors are scarce
     async with beside_unread(engine, max_pending_bytes=1 << 20) as (serving, unread):
-        name = await unread.registration()
+        await unread.hears()
         stream = serving.client.submit(ask("little", None))
         await anext(stream)
-        await unread.submit(name, ask("stuck", None))
+        unread.submit(ask("stuck", None))
         with caplog.at_level(logging.WARNING, "aioshm.engine"):
             async with asyncio.timeout(WITHIN_S):
                 while not engine.aborted:
@@ -113,10 +84,10 @@ async def test_front_end_that_reads_nothing_is_dropped_by_name_and_can_come_back
         assert text.startswith(f"engine 0 dropped front end 1 ({serving.client.addresses.outputs[1]}), ")
         waiting = int(text.split(": ")[1].split()[0])
         assert 1 << 20 < waiting < (1 << 20) + 3 * CHUNK
-        name = await unread.registration()
-        await unread.submit(name, ask("little and late", None))
+        await unread.hears()
+        unread.submit(ask("little and late", None))
         async with asyncio.timeout(WITHIN_S):
-            while not any(each["request_id"] == "little and late" for each in await unread.outputs()):
+            while not any(each["request_id"] == "little and late" for each in await outputs(unread)):
                 pass
         await anext(stream)
 
@@ -124,17 +95,17 @@ async def test_front_end_that_reads_nothing_is_dropped_by_name_and_can_come_back
 async def test_front_end_that_reads_after_the_end_gets_every_output_as_it_was_in_its_step() -> None:
     engine = Streaming()
     async with beside_unread(engine) as (serving, unread):
-        name = await unread.registration()
-        await unread.submit(name, ask("late", 200))
+        await unread.hears()
+        unread.submit(ask("late", 200))
         await until(lambda: engine.seen and not engine.requests)
         for task in serving.running:
             task.cancel()
         steps = []
-        while "finish_reason" not in (output := (await unread.outputs())[0]):
+        while "finish_reason" not in (output := (await outputs(unread))[0]):
             assert len(set(output["array"].tobytes())) == 1
             steps.append(int(output["array"][0]))
         assert steps == [number % 256 for number in range(steps[0], 200)]
-        while (await unread.outputs()) != ["ENGINE_CORE_DEAD"]:
+        while (await outputs(unread)) != ["ENGINE_CORE_DEAD"]:
             pass
 
 
