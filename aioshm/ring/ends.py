@@ -251,11 +251,13 @@ class WriterControl(_RingEnd, _WriterBase):
         ``copies``: the writer may have passed over messages, which the next reader reports as lost.
         """
         seq = self.seq
-        amount = self.layout.slots
+        oldest = max(0, seq - self.layout.slots)
         flag = 1 + reader
-        first = min(max(self.messages_read(reader), seq - amount, 0), seq)
+        first = min(self.messages_read(reader), seq)
+        if not copies:
+            first = max(first, oldest)  # it may have died before it counted a message
         kept = first
-        while kept > max(0, seq - amount) and not (flags := self._flags_of(kept - 1))[flag]:
+        while kept > oldest and not (flags := self._flags_of(kept - 1))[flag]:
             flags[flag] = 1
             kept -= 1
         while not copies and first < seq and self._flags_of(first)[flag]:

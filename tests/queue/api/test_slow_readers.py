@@ -107,6 +107,18 @@ class TestSkip:
             with pytest.raises(PeerClosed):
                 await other.dequeue(20)
 
+    async def test_replacement_of_a_reader_that_died_laps_ago_learns_of_all_lost_messages(self) -> None:
+        async with wide_writer(1, 0, chunks=CHUNKS, on_reader_death="hold", slow_reader="skip") as writer:
+            handle = writer.export_handle()
+            async with child("collect_slowly", handle.to_json(), "0", "skip") as doomed:
+                await writer.wait_until_ready(20)
+                doomed.signal(signal.SIGKILL)
+                await until(lambda: writer.readers[0].state == "held", "the death")
+            for number in range(5 * CHUNKS):
+                await writer.enqueue((number, b""), 20)
+            async with MessageQueue.create_from_handle(handle, 0) as heir:
+                assert await received(heir, 5 * CHUNKS) == [(0, 15), 16, 17, 18, 19]
+
     async def test_a_reader_that_is_waited_for_is_waited_for(self) -> None:
         async with three_ends("skip") as (writer, patient, other):
             for number in range(CHUNKS):
