@@ -143,13 +143,13 @@ async def scribble(handle: str, rank: str, where: str) -> None:
     reader: Any = await _reader(handle, rank)
     async with reader.acquire_read():
         if where == "slot":
-            target = reader.end.source.attachment.buffer._segment._map
+            target = reader.end.source.buffer._segment._map
             offset = reader.end.source.ring.layout.slot(0) + SLOT_HEADER_BYTES
         elif where == "chunk":
-            target = reader.end.source.attachment.buffer._segment._map
+            target = reader.end.source.buffer._segment._map
             offset = reader.end.source.ring.layout.pools[0].start + CHUNK_HEADER_BYTES
         else:
-            target, offset = reader.end.source.attachment.overflow.segments[0].mapping, 0
+            target, offset = reader.end.source.overflow.segments[0].mapping, 0
         say("scribbling")
         ctypes.memset(address_of(target) + offset, 0xFF, 100)
         say("scribbled")
@@ -159,7 +159,7 @@ async def remap(handle: str, rank: str) -> None:
     """Say through which descriptors and mappings of the queue's memory this process could write to it."""
     reader: Any = await _reader(handle, rank)
     async with reader.lease():
-        ring = reader.end.source.attachment.buffer
+        ring = reader.end.source.buffer
         found = []
         for fd in os.listdir("/proc/self/fd"):
             try:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 
-from aioshm.queue.local.attachment import Attachment, WriterWaker
+from aioshm.queue.local.waker import WriterWaker
 from aioshm.queue.state import EndState
+from aioshm.ring import RingReader, ShmRingBuffer
 from aioshm.ring.window import Windows
 
 RESPITE_S = 0.010
@@ -21,12 +22,11 @@ VIEW_BYTES = 512 * 1024
 class Leases:
     """Views of chunks, and the slot that is retained for the latest view."""
 
-    def __init__(self, state: EndState, attachment: Attachment, waker: WriterWaker) -> None:
-        layout = attachment.ring.layout
-        self.windows: Windows = Windows(attachment.buffer.fd, layout)
-        self._may_retain = layout.max_chunks > 2
+    def __init__(self, state: EndState, buffer: ShmRingBuffer, ring: RingReader, waker: WriterWaker) -> None:
+        self.windows: Windows = Windows(buffer.fd, ring.layout)
+        self._may_retain = ring.layout.max_chunks > 2
         self._state = state
-        self._ring = attachment.ring
+        self._ring = ring
         self._waker = waker
         self._retained: tuple[int, int, int] | None = None  # chunk, slot, bytes
         self._retained_at = 0.0

@@ -21,11 +21,13 @@ from aioshm.codec.frames import (
 )
 from aioshm.codec.registry import RawCodec
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, SharedMemoryError
-from aioshm.queue.local.attachment import Attachment, WriterWaker
 from aioshm.queue.local.copying import decoded, eviction, wrong_codec
 from aioshm.queue.local.leases import VIEW_BYTES, Leases
+from aioshm.queue.local.overflow import OverflowReader
+from aioshm.queue.local.waker import WriterWaker
 from aioshm.queue.source import OpenedMessage
 from aioshm.queue.state import EndState
+from aioshm.ring import RingReader, ShmRingBuffer
 from aioshm.ring.cores import EMPTY, SLOW_PATH, memory_fence
 
 Header: TypeAlias = tuple[int, int, int, int, int, int, int]
@@ -35,16 +37,24 @@ Header: TypeAlias = tuple[int, int, int, int, int, int, int]
 class SlotReader:
     """Takes messages out of slots, and releases the slots."""
 
-    def __init__(self, state: EndState, attachment: Attachment, codec: Codec, waker: WriterWaker) -> None:
+    def __init__(
+        self,
+        state: EndState,
+        buffer: ShmRingBuffer,
+        ring: RingReader,
+        codec: Codec,
+        overflow: OverflowReader,
+        waker: WriterWaker,
+    ) -> None:
         self._state = state
-        self._ring = attachment.ring
-        self._slots = attachment.ring.slots
-        self._amount = len(attachment.ring.slots)
+        self._buffer = buffer
+        self._ring = ring
+        self._slots = ring.slots
+        self._amount = len(ring.slots)
         self._codec = codec
         self._view = view_of(codec)
-        self._overflow = attachment.overflow
+        self._overflow = overflow
         self._waker = waker
-        self._attachment = attachment
         self._leases: Leases | None = None
         self.overflows: int = 0  # messages that did not fit a chunk
         on_parked = waker.slot_is_free
@@ -171,7 +181,7 @@ class SlotReader:
             if chunk is None or nbytes > len(body):
                 return None
             if self._leases is None:
-                self._leases = Leases(self._state, self._attachment, self._waker)
+                self._leases = Leases(self._state, self._buffer, self._ring, self._waker)
             obj = self._decode_in_place(self._leases.windows.view(chunk, nbytes), header)
             self._ring.taken(header[5])
             self.check_rank()

@@ -8,26 +8,27 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from time import monotonic
 from typing import Any
 
 from aioshm.codec import Codec
 from aioshm.config import SlowReader
 from aioshm.errors import AioshmError, HandleError, MessagesLost, PeerClosed, PeerDied, SharedMemoryError
-from aioshm.lifeline.dialer import Lifeline, dial, hang_up
-from aioshm.lifeline.protocol import Hello
-from aioshm.lifeline.sockets import Doorbell, peer_credentials
+from aioshm.lifeline.dialer import Lifeline, attach, dial, hang_up
+from aioshm.lifeline.protocol import CLOSED, Hello
+from aioshm.lifeline.sockets import Doorbell, peer_credentials, socket_file
 from aioshm.process.limits import naming_limits
 from aioshm.process.proc import HUNG_STATES, process_state
 from aioshm.queue.handle import Handle
-from aioshm.queue.local.attachment import Attachment, WriterWaker
 from aioshm.queue.local.copying import CopyingSlots, eviction
+from aioshm.queue.local.overflow import OverflowReader, PassedSegments
 from aioshm.queue.local.slots import SlotReader
+from aioshm.queue.local.waker import WriterWaker
 from aioshm.queue.source import Source, findings, nothing
 from aioshm.queue.state import EndState
 from aioshm.queue.stats import QueueStats
-from aioshm.ring import RingReader
+from aioshm.ring import RingReader, ShmRingBuffer
 from aioshm.ring.layout import VERSION
 from aioshm.wait.limits import seconds
 
@@ -44,8 +45,11 @@ class RingSource(Source):
     take_many: Callable[[int], list[Any]]
     has_message: Callable[[], bool]
     poll: Callable[[], bool]
+    buffer: ShmRingBuffer
+    overflow: OverflowReader  # receives messages that do not fit a chunk
+    lifeline: Lifeline
     gone: Callable[[], AioshmError] | None = None
-    ring: RingReader | None
+    ring: RingReader | None  # the last of these to be set
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class RingSource(Source):
         self.has_message = bool
         self.poll = bool
         self._closed = False
-        self.attachment: Attachment | None = None
+        self.ring = None
         self.waker: WriterWaker | None = None
         self._attaching: asyncio.Task[None] | None = None
         self._hello = Hello(VERSION, handle.queue_id, handle.token, rank, os.getpid(), slow, history)
@@ -84,38 +88,76 @@ class RingSource(Source):
             self._attaching.add_done_callback(self._attached)
 
     async def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait until the writer has admitted this reader, then map the ring."""
         state = self._state
+        handle = self._handle
         sock = self._sock
         self._sock = None
-        with naming_limits(f"{state!r}"):
-            attachment = await Attachment.make(
-                self._handle, self._hello, sock, state.options.prefault_bytes, state.interrupt
-            )
-        self.attachment = attachment
-        lifeline = attachment.lifeline
-        ring = attachment.ring
-        self._rank = attachment.rank
-        state.use(ring)
-        state.rates.begin(monotonic(), lifeline.welcome.first)
-        self.waker = WriterWaker(state, ring, lifeline, loop)
-        self.has_message = ring.ready
-        self.receive = ring.receive
-        if self._hello.slow == "block":
-            self._slots = SlotReader(state, attachment, self._codec, self.waker)
-        else:
-            self._slots = CopyingSlots(state, ring, self._codec, attachment.overflow)
-            self.has_message = self._slots.ready
-            self.receive = self._slots.receive
-        self.poll = self.has_message
-        self.settle = self._slots.settle
-        self.take = self._slots.take
-        self.take_many = self._slots.take_many
-        self.open_block = self._slots.open_block  # type: ignore[method-assign]
+        with naming_limits(f"{state!r}"), ExitStack() as undo:
+            lifeline = await attach(handle.lifeline, self._hello, sock)
+            undo.callback(lifeline.close)
+            welcome = lifeline.welcome
+            try:
+                buffer = self._map(lifeline)
+            except HandleError:
+                if lifeline.has_closed():  # then the segment has no name
+                    raise PeerClosed(CLOSED.reason) from None
+                raise
+            undo.callback(buffer.close)
+            if not welcome.going:  # else the slots have messages, and are touched anyway
+                buffer.prefault(state.options.prefault_bytes, write=False)
+            if welcome.rank not in handle.local_reader_ranks:
+                raise HandleError(f"the writer knows a rank {welcome.rank}, the handle does not")
+            ring = buffer.reader(handle.local_reader_ranks.index(welcome.rank))
+            ring.start_at(welcome.first)
+            undo.callback(ring.close)
+            self.overflow = self._receiver(lifeline)
+            undo.callback(self.overflow.close)
+            self.lifeline = lifeline
+            self.buffer = buffer
+            self._rank = welcome.rank
+            state.use(ring)
+            state.rates.begin(monotonic(), welcome.first)
+            self.waker = WriterWaker(state, ring, lifeline, loop)
+            self.has_message = ring.ready
+            self.receive = ring.receive
+            if self._hello.slow == "block":
+                self._slots = SlotReader(state, buffer, ring, self._codec, self.overflow, self.waker)
+            else:
+                self._slots = CopyingSlots(state, ring, self._codec, self.overflow)
+                self.has_message = self._slots.ready
+                self.receive = self._slots.receive
+            self.poll = self.has_message
+            self.settle = self._slots.settle
+            self.take = self._slots.take
+            self.take_many = self._slots.take_many
+            self.open_block = self._slots.open_block  # type: ignore[method-assign]
+            undo.pop_all()
         self.ring = ring
         lifeline.start(self)
         lifeline.prove()
-        if lifeline.welcome.going:
+        if welcome.going:
             self.on_go()
+
+    def _map(self, lifeline: Lifeline) -> ShmRingBuffer:
+        handle = self._handle
+        if lifeline.welcome.segment:
+            return ShmRingBuffer.from_fd(handle.layout, lifeline.take_segment(), handle.queue_id, reads=True)
+        if handle.segment is None:
+            raise HandleError("the handle names no segment, and the writer sent none")
+        return ShmRingBuffer.from_name(handle.layout, handle.segment, handle.queue_id, reads=True)
+
+    def _receiver(self, lifeline: Lifeline) -> OverflowReader:
+        """Return what receives messages that do not fit a chunk."""
+        handle = self._handle
+        welcome = lifeline.welcome
+        if handle.options.overflow != "zmq":
+            return PassedSegments(welcome.secret, lifeline)
+        from aioshm.queue.local.overflow_sockets import OverflowSubscriber  # imported here: most readers need no ZeroMQ
+
+        endpoint = f"ipc://{socket_file(handle.options, handle.queue_id, 'overflow')}"
+        timeout = handle.options.remote_timeout
+        return OverflowSubscriber(endpoint, welcome.secret, welcome.rank, timeout, self._state.interrupt)
 
     def _attached(self, attaching: asyncio.Task[None]) -> None:
         if attaching.cancelled():
@@ -128,14 +170,9 @@ class RingSource(Source):
         self._failed(error)
 
     @property
-    def _lifeline(self) -> Lifeline:
-        assert self.attachment is not None
-        return self.attachment.lifeline
-
-    @property
     def _ring(self) -> RingReader:
-        assert self.attachment is not None
-        return self.attachment.ring
+        assert self.ring is not None
+        return self.ring
 
     # Callbacks of the lifeline
 
@@ -143,7 +180,7 @@ class RingSource(Source):
         """Note that every reader is ready."""
         state = self._state
         if state.poller is None:
-            state.new_poller(self._ring, self.other_ends(), self._lifeline.doorbell)
+            state.new_poller(self._ring, self.other_ends(), self.lifeline.doorbell)
         state.ready = True
         state.reopen()
         state.interrupt()
@@ -158,8 +195,7 @@ class RingSource(Source):
 
     def on_gone(self, said_goodbye: bool) -> None:
         """Note the end of the connection."""
-        assert self.attachment is not None
-        self.attachment.overflow.after_last(functools.partial(self._writer_gone, said_goodbye))
+        self.overflow.after_last(functools.partial(self._writer_gone, said_goodbye))
 
     def _writer_gone(self, said_goodbye: bool) -> None:
         state = self._state
@@ -168,13 +204,12 @@ class RingSource(Source):
         elif said_goodbye or self._ring.writer_closed():  # the goodbye may have found no room in a full socket
             self.gone = lambda: PeerClosed(f"{state!r}: the writer has closed the queue")
         else:
-            self.gone = functools.partial(PeerDied, -1, self._lifeline.welcome.pid, "writer", f"queue {state.name}")
+            self.gone = functools.partial(PeerDied, -1, self.lifeline.welcome.pid, "writer", f"queue {state.name}")
         state.interrupt()
 
     def on_descriptor(self, fd: int | None) -> None:
         """Take over the descriptor of an overflow segment."""
-        assert self.attachment is not None
-        self.attachment.overflow.arrived(fd)
+        self.overflow.arrived(fd)
         self._state.interrupt()  # where wake-ups are bytes on the same socket, this one may have left no room for them
 
     def on_evicted(self) -> None:
@@ -185,25 +220,25 @@ class RingSource(Source):
 
     @property
     def doorbell(self) -> Doorbell | None:
-        if self.attachment is None:
+        if self.ring is None:
             return None
-        return self._lifeline.doorbell
+        return self.lifeline.doorbell
 
     def other_ends(self) -> list[int]:
         others = self._ring.reader_pids()
-        others[self._ring.reader] = self._lifeline.writer_pid  # in place of this end's own pid
+        others[self._ring.reader] = self.lifeline.writer_pid  # in place of this end's own pid
         return others
 
     # Receiving
 
     def lost(self) -> AioshmError:
         seq = self.progress
-        if self._lifeline.said_goodbye or self._ring.writer_closed():
+        if self.lifeline.said_goodbye or self._ring.writer_closed():
             return MessagesLost(seq, self._ring.messages_written() - 1)
-        return PeerDied(-1, self._lifeline.welcome.pid, "writer", f"with the body of message {seq}")
+        return PeerDied(-1, self.lifeline.welcome.pid, "writer", f"with the body of message {seq}")
 
     def traces(self, most: int, /) -> list[bytes]:
-        if self.attachment is None:
+        if self.ring is None:
             return []
         return self._ring.traces(most)
 
@@ -215,9 +250,9 @@ class RingSource(Source):
 
     @property
     def writer_pid(self) -> int:
-        if self.attachment is None:
+        if self.ring is None:
             return 0
-        return self._lifeline.welcome.pid
+        return self.lifeline.welcome.pid
 
     @property
     def progress(self) -> int:
@@ -226,9 +261,9 @@ class RingSource(Source):
         return self.ring.seq
 
     def ask_writer(self) -> bool:
-        if self.attachment is None or process_state(self._lifeline.writer_pid) in HUNG_STATES:
+        if self.ring is None or process_state(self.lifeline.writer_pid) in HUNG_STATES:
             return False
-        self._lifeline.ask()
+        self.lifeline.ask()
         return True
 
     def too_late(self) -> Exception:
@@ -236,13 +271,13 @@ class RingSource(Source):
 
     def why_not_ready(self) -> str:
         """Return the reason why this end is not ready yet."""
-        if self.attachment is None:
+        if self.ring is None:
             return "the writer does not answer: does its event loop run, in wait_until_ready()?"
         return "other readers are missing"
 
     def _findings(self) -> tuple[int, str]:
         """Return log level and text about the writer."""
-        lifeline = self._lifeline
+        lifeline = self.lifeline
         writer = f"the writer (pid {lifeline.welcome.pid})"
         return findings(writer, process_state(lifeline.writer_pid), lifeline.silent_s, self._handle.answers)
 
@@ -252,7 +287,7 @@ class RingSource(Source):
             self._report_not_ready(waited_s)
             return
         level, about = self._findings()
-        lifeline = self._lifeline
+        lifeline = self.lifeline
         answers = lifeline.silent_s is None and process_state(lifeline.writer_pid) not in HUNG_STATES
         awaited = "message"
         if self._ring.ready():  # the body was sent before its slot was published
@@ -269,7 +304,7 @@ class RingSource(Source):
 
     def _report_not_ready(self, waited_s: float) -> None:
         about = ""
-        if self.attachment is not None:
+        if self.ring is not None:
             about = f"; {self._findings()[1]}"
         elif self._dialled_pid:
             about = f" (it has pid {self._dialled_pid} and is {process_state(self._dialled_pid)})"
@@ -317,8 +352,10 @@ class RingSource(Source):
             self.waker.closed = True
         if self.ring is not None:
             self._slots.close()
-        if self.attachment is not None:
-            self.attachment.close()
+            self.overflow.close()
+            self.ring.close()
+            self.buffer.close()
+            self.lifeline.close()
 
     def finished(self) -> bool:
         return self._attaching is None or self._attaching.done() or self._attaching.get_loop().is_closed()
@@ -330,5 +367,5 @@ class RingSource(Source):
     def detach_after_fork(self) -> None:
         if self._sock is not None:
             os.close(self._sock.detach())
-        if self.attachment is not None:
-            self.attachment.lifeline.detach_after_fork()
+        if self.ring is not None:
+            self.lifeline.detach_after_fork()

@@ -26,7 +26,7 @@ BIG = 50_000
 
 
 def subscription_of(reader: Any) -> Any:
-    return reader.end.source.attachment.overflow
+    return reader.end.source.overflow
 
 
 class TestSubscribing:

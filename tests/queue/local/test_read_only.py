@@ -24,7 +24,7 @@ BIG = bytes(range(256)) * 200
 
 
 def ring_of(end: Any) -> ShmRingBuffer:
-    ring: ShmRingBuffer = end.end.ring.buffer if hasattr(end.end, "ring") else end.end.source.attachment.buffer
+    ring: ShmRingBuffer = end.end.ring.buffer if hasattr(end.end, "ring") else end.end.source.buffer
     return ring
 
 
@@ -96,7 +96,7 @@ async def test_what_readers_are_passed_of_an_overflow_segment_only_reads() -> No
         await writer.enqueue(BIG)
         assert await reader.dequeue(5) == BIG
         (segment,) = writer.end.ring.overflow.segments  # type: ignore[attr-defined]
-        for fd in (segment.passed_fd, reader.end.source.attachment.overflow.segments[0].fd):  # type: ignore[attr-defined]
+        for fd in (segment.passed_fd, reader.end.source.overflow.segments[0].fd):  # type: ignore[attr-defined]
             assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
             with pytest.raises(PermissionError):
                 mmap.mmap(fd, 4096)

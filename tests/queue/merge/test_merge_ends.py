@@ -231,7 +231,7 @@ class TestDamage:
                 raise SharedMemoryError("no room")
 
             with monkeypatch.context() as patch:
-                patch.setattr(readers[0].end.source.attachment.overflow, "body", full)  # type: ignore[attr-defined]
+                patch.setattr(readers[0].end.source.overflow, "body", full)  # type: ignore[attr-defined]
                 for _ in range(200):
                     rank, error = await anext(merged)
                     assert (rank, type(error), merged.failed) == (0, SharedMemoryError, {})
