@@ -16,6 +16,7 @@ for each byte of the payload, lists and maps up to 112.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
@@ -48,18 +49,13 @@ _ALWAYS_IN_ARRAYS: _Counts = {BlockStored: 6, BlockRemoved: 2, AllBlocksCleared:
 _ALWAYS_IN_MAPS: _Counts = {BlockStored: 7, BlockRemoved: 2, AllBlocksCleared: 0}
 
 
-def _load() -> type[EventEncoder] | None:
-    if not native_wanted():
-        return None
-    try:
-        from aioshm.events.protocol._encoder import EventEncoder
-    except ImportError:  # not built: no compiler, or not for this interpreter
-        return None
-    return EventEncoder
-
-
-NativeEncoder: type[EventEncoder] | None = _load()
+NativeEncoder: type[EventEncoder] | None = None
 """The native encoder, or None if it is not available."""
+if native_wanted():
+    with suppress(ImportError):  # not built: no compiler, or not for this interpreter
+        from aioshm.events.protocol._encoder import EventEncoder
+
+        NativeEncoder = EventEncoder
 
 
 def _native_encoder() -> EventEncoder | None:

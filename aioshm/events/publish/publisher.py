@@ -19,7 +19,7 @@ from aioshm.events.config import (
     for_rank,
 )
 from aioshm.events.protocol.messages import EventBatch
-from aioshm.events.protocol.outbox import PublisherStats
+from aioshm.events.protocol.outbox import Overflow, PublisherStats
 from aioshm.events.protocol.wire import END_SEQ
 from aioshm.events.publish.core import PublisherCore
 from aioshm.zeromq.hosts import connectable
@@ -85,6 +85,30 @@ class CorePublisher(EventPublisher):
     """A publisher that sends through a `PublisherCore`."""
 
     _core: PublisherCore
+    _overflow: ClassVar[Overflow] = "drop"  # the default
+
+    def __init__(
+        self,
+        data_parallel_rank: int,
+        endpoint: str = DEFAULT_ENDPOINT,
+        replay_endpoint: str | None = None,
+        buffer_steps: int = DEFAULT_BUFFER_STEPS,
+        **options: Unpack[PublisherOptions],
+    ) -> None:
+        super().__init__(data_parallel_rank)
+        options.setdefault("overflow", self._overflow)
+        settings = PublisherSettings(
+            data_parallel_rank=data_parallel_rank,
+            endpoint=endpoint,
+            replay_endpoint=replay_endpoint,
+            buffer_steps=buffer_steps,
+            **options,
+        )
+        self._open(settings)
+
+    @abstractmethod
+    def _open(self, settings: PublisherSettings) -> None:
+        """Create the core."""
 
     @property
     def endpoint(self) -> str:
@@ -150,22 +174,7 @@ class ZmqEventPublisher(AsyncClosing, CorePublisher):
         ValueError: An argument is invalid; the text names the argument.
     """
 
-    def __init__(
-        self,
-        data_parallel_rank: int,
-        endpoint: str = DEFAULT_ENDPOINT,
-        replay_endpoint: str | None = None,
-        buffer_steps: int = DEFAULT_BUFFER_STEPS,
-        **options: Unpack[PublisherOptions],
-    ) -> None:
-        super().__init__(data_parallel_rank)
-        settings = PublisherSettings(
-            data_parallel_rank=data_parallel_rank,
-            endpoint=endpoint,
-            replay_endpoint=replay_endpoint,
-            buffer_steps=buffer_steps,
-            **options,
-        )
+    def _open(self, settings: PublisherSettings) -> None:
         if settings.overflow == "block":
             raise ValueError(
                 "overflow must be 'drop' or 'raise', not 'block': it would stop the loop that makes room; "

@@ -5,26 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 from aioshm.arguments import check_plain
 from aioshm.closing import Closing, warn_not_closed
 from aioshm.errors import EndClosed, PublisherClosed, QueueFull
-from aioshm.events.config import (
-    CLOSE_TIMEOUT_S,
-    DEFAULT_BUFFER_STEPS,
-    DEFAULT_ENDPOINT,
-    KVEventsConfig,
-    PublisherOptions,
-    PublisherSettings,
-)
+from aioshm.events.config import CLOSE_TIMEOUT_S, KVEventsConfig, PublisherSettings
 from aioshm.events.protocol.messages import EventBatch
 from aioshm.events.publish.core import PublisherCore
 from aioshm.events.publish.publisher import CorePublisher, EventPublisher, NullEventPublisher, ZmqEventPublisher
-from aioshm.process.limits import check_descriptors, naming_limits
 from aioshm.process.loop_thread import shared_loop
 
-_LOOP_DESCRIPTORS = 8  # enough for any event loop
 _ENDED = "the thread of this event publisher has ended"
 
 
@@ -38,33 +29,15 @@ class ThreadedEventPublisher(Closing, CorePublisher):
     nothing is dropped. ``overflow="drop"`` and ``"raise"`` never wait, see ``ZmqEventPublisher``.
     """
 
-    def __init__(
-        self,
-        data_parallel_rank: int,
-        endpoint: str = DEFAULT_ENDPOINT,
-        replay_endpoint: str | None = None,
-        buffer_steps: int = DEFAULT_BUFFER_STEPS,
-        **options: Unpack[PublisherOptions],
-    ) -> None:
-        super().__init__(data_parallel_rank)
-        options.setdefault("overflow", "block")
-        settings = PublisherSettings(
-            data_parallel_rank=data_parallel_rank,
-            endpoint=endpoint,
-            replay_endpoint=replay_endpoint,
-            buffer_steps=buffer_steps,
-            **options,
-        )
+    _overflow = "block"
+
+    def _open(self, settings: PublisherSettings) -> None:
         self._blocks = settings.overflow == "block"
-        what = f"a publisher of events at {endpoint}"
-        check_descriptors(what, _LOOP_DESCRIPTORS)  # asyncio leaks descriptors of a loop whose creation fails
-        with naming_limits(what):
-            self._host = shared_loop()
-        loop = self._host.loop
+        self._host = shared_loop()
 
         def make() -> PublisherCore:
             core = PublisherCore(settings)
-            core.start(loop)
+            core.start(self._host.loop)
             return core
 
         self._core = self._host.do(make)
