@@ -25,9 +25,9 @@ from aioshm.closing import Closing, warn_not_closed
 from aioshm.engine.client import client as awaited
 from aioshm.engine.client.client import ClientOptions
 from aioshm.engine.client.requests import Inbox
-from aioshm.engine.dp.coordinator import DPCoordinator
+from aioshm.engine.dp import DPCoordinator
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, StartupReport
-from aioshm.engine.protocol.control import PauseMode
+from aioshm.engine.protocol.messages import PauseMode
 from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.ray.manager import CoreEngineActorManager
 from aioshm.engine.startup import launch as launching

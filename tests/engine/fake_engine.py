@@ -36,12 +36,8 @@ def main(address: str, index: int, phase: str, fault: str) -> None:
             os.kill(os.getpid(), signal.Signals[fault])
         elif fault == "garbage":
             socket.send(b"\xc1 garbage")
-        elif fault == "two frames":
-            socket.send_multipart([msgspec.msgpack.encode({"status": "HELLO", "local": True}), b""])
-        elif fault == "again":
-            socket.send(msgspec.msgpack.encode({"status": "READY", "local": True}))
         else:
-            assert fault in ("wrong rank", "duplicate rank", "hash mismatch", "nothing")
+            assert fault in ("wrong rank", "duplicate rank", "nothing")
 
     def send(status: str, **fields: object) -> None:
         socket.send(msgspec.msgpack.encode({"status": status, "local": True, "headless": False, **fields}))
@@ -55,8 +51,7 @@ def main(address: str, index: int, phase: str, fault: str) -> None:
     if fault != "nothing" or phase == "ready":
         if phase != "connected":
             socket.recv()
-        bad = fault == "hash mismatch"
-        send("READY", num_gpu_blocks=100, parallel_config_hash="bad" if bad else "good")
+        send("READY", num_gpu_blocks=100)
     if phase == "ready":
         go_wrong()
     time.sleep(1000)

@@ -30,11 +30,4 @@ def fail(dp_rank: int, how: dict[int, str], **others: Any) -> None:
         sys.exit(f"rank {dp_rank} has no device")
     if kind == "hangs":
         time.sleep(100)
-
-    class Failing(Engine):
-        def initialize(self, metadata: Any) -> dict[str, Any]:
-            if kind == "in initialize":
-                raise RuntimeError("no weights")
-            return super().initialize(metadata)
-
-    asyncio.run(run_engine_core(Failing(), others["handshake_address"], dp_rank))
+    asyncio.run(run_engine_core(Engine(), others["handshake_address"], dp_rank))

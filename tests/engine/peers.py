@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from aioshm.engine import EngineClient, EngineKeys, EngineZmqAddresses
-from aioshm.engine.dp.coordination import CoordinatorAddresses
+from aioshm.engine.dp import CoordinatorAddresses
 from aioshm.engine.protocol.messages import mark
 
 WITHIN_S = 30

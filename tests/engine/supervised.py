@@ -6,13 +6,14 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from served_engine import Engine
 
 from aioshm.engine import (
+    APIServerProcessManager,
     ClientOptions,
     EngineClient,
     EngineSupervisor,
@@ -83,3 +84,15 @@ async def front_end(supervisor: EngineSupervisor, index: int, **options: Any) ->
     async with EngineClient(launch.addresses, 1, chosen) as client:
         await client.wait_until_ready(30)
         yield client
+
+
+def api_servers(
+    supervisor: EngineSupervisor, target: Callable[..., object], args: Any, **options: Any
+) -> APIServerProcessManager:
+    """Start as many API servers as the engines have front ends; dead ones are restarted."""
+    launch = supervisor.launch
+    inputs = launch.addresses.inputs
+    options = {"sock": None, "membership_address": launch.membership_address, "restart": MANY, **options}
+    return APIServerProcessManager(
+        target, "", options.pop("sock"), args, len(inputs), inputs, launch.addresses.outputs, **options
+    )

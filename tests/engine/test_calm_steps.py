@@ -9,11 +9,14 @@ import asyncio
 import os
 import random
 import time
+from collections.abc import Awaitable, Callable
+from itertools import count
 from logging import INFO
 from typing import Any
 
 import pytest
 import uvloop
+from served_engine import Engine
 
 from aioshm import Options, progress
 from aioshm.engine import (
@@ -31,8 +34,7 @@ CALM_S = float(os.environ.get("CALM_S", "10"))
 LIMIT_S = 2.0
 LONGEST_S = 0.8 * LIMIT_S
 EXPECTED_S = 3 * LIMIT_S
-KINDS = ("burn", "sleep", "wait", "burn as expected", "wait as expected")
-OFTEN = (40, 30, 30, 2, 2)
+KINDS = {"burn": 40, "sleep": 30, "wait": 30, "expected": 4}  # and how often
 ENGINES, WORKERS = 3, 4
 """More than there are CPUs, and all of them have work all the time."""
 
@@ -40,9 +42,9 @@ ENGINES, WORKERS = 3, 4
 async def take(kind: str, seconds: float) -> float:
     """Take a step; return how long it took."""
     began = time.monotonic()
-    if kind.endswith("as expected"):
+    if kind == "expected":
         with progress.expect(4 * LIMIT_S):
-            await take(kind.split()[0], EXPECTED_S)
+            time.sleep(EXPECTED_S)
             return 0.0
     if kind == "wait":
         await asyncio.sleep(seconds)
@@ -53,36 +55,17 @@ async def take(kind: str, seconds: float) -> float:
     return time.monotonic() - began
 
 
-class Paced:
+class Paced(Engine):
     """An engine that takes one step for each request, or a worker."""
 
-    def __init__(self, *, rank: int = 0) -> None:
-        self.requests: list[dict[str, Any]] = []
-
-    def initialize(self, _metadata: object) -> dict[str, Any]:
-        return {}
-
-    def add_request(self, request: dict[str, Any]) -> None:
-        self.requests.append(request)
-
-    def abort_requests(self, ids: list[str]) -> None:
-        self.requests = [each for each in self.requests if each["request_id"] not in ids]
-
-    async def step(self) -> list[dict[str, Any]]:
+    async def step(self) -> list[dict[str, Any]]:  # type: ignore[override]
         if not self.requests:
             return []
-        request = self.requests.pop(0)
-        took = await take(*request["step"])
-        return [{"request_id": request["request_id"], "took": took, "finish_reason": "stop"}]
+        request_id, request = self.requests.popitem()
+        return [{"request_id": request_id, "took": await take(*request["step"]), "finish_reason": "stop"}]
 
     async def take(self, kind: str, seconds: float) -> float:
         return await take(kind, seconds)
-
-    def burn(self, seconds: float) -> float:
-        began = time.monotonic()
-        while time.monotonic() < began + seconds:
-            pass
-        return time.monotonic() - began
 
 
 def serve(handshake_address: str, dp_rank: int, local_dp_rank: int, uv: bool) -> None:
@@ -102,25 +85,22 @@ async def test_random_steps_below_the_limit_are_no_stall(caplog: pytest.LogCaptu
     took: list[tuple[float, str, int]] = []
     end = 0.0
 
-    async def ask(supervisor: EngineSupervisor, rank: int) -> None:
-        chance = random.Random(rank)
-        number = 0
-        while time.monotonic() < end:
-            number += 1
-            step = chance.choices(KINDS, OFTEN)[0], chance.uniform(0, LONGEST_S)
-            stream = supervisor.client.submit({"request_id": f"{rank} {number}", "step": step}, engine=rank)
-            took.extend([(output["took"], "engine", rank) async for output in stream])
+    async def work(name: str, rank: int, act: Callable[..., Awaitable[float]]) -> None:
+        chance = random.Random(f"{name} {rank}")
+        for number in count():
+            if time.monotonic() > end:
+                break
+            [kind] = chance.choices([*KINDS], KINDS.values())
+            took.append((await act(rank, number, kind, chance.uniform(0, LONGEST_S)), name, rank))
             await asyncio.sleep(chance.choice([0, 0.1]))
 
-    async def call(group: WorkerGroup, rank: int) -> None:
-        chance = random.Random(-1 - rank)
-        while time.monotonic() < end:
-            kind, seconds = chance.choices(KINDS, OFTEN)[0], chance.uniform(0, LONGEST_S)
-            if kind == "burn" and chance.random() < 0.5:
-                took.append((await group.call(rank, "burn", seconds), "worker", rank))
-            else:
-                took.append((await group.call(rank, "take", kind, seconds), "worker", rank))
-            await asyncio.sleep(chance.choice([0, 0.1]))
+    async def ask(rank: int, number: int, *step: Any) -> float:
+        stream = supervisor.client.submit({"request_id": f"{rank} {number}", "step": step}, engine=rank)
+        [output] = [output async for output in stream]
+        return float(output["took"])
+
+    async def call(rank: int, _number: int, *step: Any) -> float:
+        return float(await group.call(rank, "take", *step))
 
     async def watch(group: WorkerGroup) -> None:
         async for change in group.membership():
@@ -142,8 +122,8 @@ async def test_random_steps_below_the_limit_are_no_stall(caplog: pytest.LogCaptu
     ):
         watching = asyncio.create_task(watch(group))
         end = time.monotonic() + CALM_S
-        asking = [ask(supervisor, rank) for rank in range(ENGINES)]
-        await asyncio.gather(*asking, *(call(group, rank) for rank in range(WORKERS)))
+        asking = [work("engine", rank, ask) for rank in range(ENGINES)]
+        await asyncio.gather(*asking, *(work("worker", rank, call) for rank in range(WORKERS)))
         watching.cancel()
     print(f"{len(took)} steps, the longest {max(took)[0]:.2f} s")
     late = {step[1:] for step in took if step[0] >= LIMIT_S}  # where a busy machine has made a step longer

@@ -22,9 +22,16 @@ from aioshm.engine.client.pause import PauseOfEngines
 from aioshm.engine.client.requests import Inbox, Pending
 from aioshm.engine.client.sockets import ClientSockets, MembershipListener, Registration
 from aioshm.engine.protocol.addresses import IDENTITY_BYTES, CoreEngine, EngineZmqAddresses
-from aioshm.engine.protocol.control import NO_ORDER, PAUSE, encode_scale, order_or_none
-from aioshm.engine.protocol.messages import ENGINE_CORE_DEAD, EngineCoreRequestType, EnvelopeDecoder
+from aioshm.engine.protocol.messages import (
+    ENGINE_CORE_DEAD,
+    NO_ORDER,
+    PAUSE,
+    EngineCoreRequestType,
+    EnvelopeDecoder,
+    order_or_none,
+)
 from aioshm.engine.protocol.payloads import Frame
+from aioshm.engine.protocol.waves import encode_scale
 from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
 from aioshm.errors import AioshmError, CodecError, EndClosed, EngineDead, RoleError, copy_error

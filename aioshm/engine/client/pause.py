@@ -9,15 +9,15 @@ import msgspec
 
 from aioshm.engine.client.engines import Engine
 from aioshm.engine.client.requests import PendingCall
-from aioshm.engine.protocol.control import (
+from aioshm.engine.protocol.messages import (
     NO_ORDER,
     PAUSE,
+    EngineCoreRequestType,
     PauseMode,
     PauseOrder,
     describe_unpaused,
     order_or_none,
 )
-from aioshm.engine.protocol.messages import EngineCoreRequestType
 from aioshm.errors import CallFailed, EngineDead, RequestFailed, RoleError, copy_error
 
 if TYPE_CHECKING:

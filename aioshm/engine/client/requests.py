@@ -14,9 +14,9 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from aioshm.arguments import check_seconds
 from aioshm.engine.client.engines import Engine, Engines
-from aioshm.engine.protocol.control import NOTICE_ID
 from aioshm.engine.protocol.messages import (
     NO_GENERATION,
+    NOTICE_ID,
     EnvelopeDecoder,
     Unreadable,
     UtilityOutput,

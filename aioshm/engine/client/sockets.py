@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 
-from aioshm.engine.protocol.control import (
+from aioshm.engine.protocol.messages import (
     MAX_MEMBERSHIP_BYTES,
+    SUBSCRIBE_TO_ALL,
     Death,
     Membership,
     PauseOrder,
     Progress,
     decode_membership,
     encode,
+    is_heartbeat,
 )
-from aioshm.engine.protocol.messages import SUBSCRIBE_TO_ALL, is_heartbeat
 from aioshm.engine.protocol.payloads import Frame, check_stranger
 from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.bound_sockets import (

@@ -15,12 +15,16 @@ import msgspec
 from aioshm.arguments import check_int, check_plain, shown
 from aioshm.config import Options
 from aioshm.engine.core.sockets import COORDINATOR, CoreSockets, FrontEnd
-from aioshm.engine.protocol.addresses import EngineHandshakeMetadata, EngineZmqAddresses
-from aioshm.engine.protocol.control import NO_ORDER, NOTICE_ID, PAUSE, PauseOrder
+from aioshm.engine.protocol.addresses import EngineZmqAddresses
+from aioshm.engine.protocol.handshake import EngineHandshakeMetadata
 from aioshm.engine.protocol.messages import (
+    NO_ORDER,
+    NOTICE_ID,
+    PAUSE,
     EngineCoreOutputs,
     EngineCoreRequestType,
     MarkedOutputs,
+    PauseOrder,
     SchedulerStats,
     StartWave,
     UtilityOutput,
@@ -121,7 +125,7 @@ class EngineCore:
 
     async def initialize(self, metadata: EngineHandshakeMetadata, awaiting: Callable[[], object]) -> dict[str, Any]:
         """Initialise the engine, and return the fields of READY; call ``awaiting`` before awaiting it."""
-        self._order = getattr(metadata, "pause", NO_ORDER)
+        self._order = metadata.pause
         result = self._engine.initialize(metadata)
         if inspect.isawaitable(result):
             awaiting()

@@ -16,8 +16,7 @@ import zmq
 from aioshm.arguments import check_seconds
 from aioshm.config import Options
 from aioshm.engine.core.core import MAX_PENDING_BYTES, EngineCore
-from aioshm.engine.protocol.addresses import EngineHandshakeMetadata
-from aioshm.engine.protocol.handshake import MAX_INIT_BYTES, EngineHandshake
+from aioshm.engine.protocol.handshake import MAX_INIT_BYTES, EngineHandshake, EngineHandshakeMetadata
 from aioshm.engine.protocol.messages import HEARTBEAT_S
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.keys import AnyKeys, EngineCredentials, keys_for_engine

@@ -18,7 +18,7 @@ from aioshm.engine.protocol.messages import (
     ENGINE_CORE_DEAD,
     SUBSCRIBE_TO_ALL,
     Heartbeat,
-    encode_heartbeat,
+    encode,
 )
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.security.binding import over_tcp
@@ -149,7 +149,7 @@ class FrontEnd:
             sample = progress.own().read()
             beat = Heartbeat(sample.phase, sample.steps, sample.turned_ns, sample.expected_s, sample.requests)
             with suppress(zmq.Again):
-                self._dealer.send(encode_heartbeat(beat), zmq.NOBLOCK)
+                self._dealer.send(encode(beat), zmq.NOBLOCK)
             self._requests.run_soon()  # a send may clear the event of a waiting message
 
     # Connections

@@ -6,7 +6,7 @@ The names and the fields are those of vLLM: the wire has the addresses as Messag
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -92,19 +92,6 @@ class EngineZmqAddresses:
     coordinator_input: str | None = None
     coordinator_output: str | None = None
     frontend_stats_publish_address: str | None = None
-
-
-@dataclass(slots=True)
-class EngineHandshakeMetadata:
-    """The front end's answer to HELLO.
-
-    Attributes:
-        addresses: The addresses to connect to.
-        parallel_config: Changes to the engine's parallel configuration, by name.
-    """
-
-    addresses: EngineZmqAddresses
-    parallel_config: dict[str, Any]
 
 
 def parallel_settings(config: object) -> dict[str, Any]:
@@ -208,15 +195,3 @@ class StartupReport:
     num_gpu_blocks: int = 0
     parallel_config_hash: Any = None
     stats_address: str | None = None
-
-
-def describe_failure(
-    cause: str, exits: Sequence[str], progress: StartupProgress, tails: Mapping[str, Sequence[str]]
-) -> str:
-    """Return the text of an `EngineStartupError`."""
-    causes = "; ".join(part for part in (cause, ", ".join(exits)) if part)
-    lines = [f"engine startup failed: {causes} ({progress})"]
-    for name, tail in tails.items():
-        lines.append(f"last lines of {name}'s stderr:")
-        lines += [f"  {line}" for line in tail]
-    return "\n".join(lines)

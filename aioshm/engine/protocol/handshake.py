@@ -14,6 +14,7 @@ with the same rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -22,7 +23,6 @@ from aioshm.engine.protocol.addresses import (
     IDENTITY_BYTES,
     CoreEngine,
     CoreEngineState,
-    EngineHandshakeMetadata,
     EngineReport,
     EngineZmqAddresses,
     StartupReport,
@@ -30,8 +30,7 @@ from aioshm.engine.protocol.addresses import (
     identity,
     parallel_settings,
 )
-from aioshm.engine.protocol.control import NO_ORDER, PausedMetadata, PauseOrder
-from aioshm.engine.protocol.messages import decode_single
+from aioshm.engine.protocol.messages import NO_ORDER, PauseOrder, decode_single, encode
 from aioshm.errors import HandshakeError
 
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -46,6 +45,21 @@ _SHOWN_RANKS = 16
 _SHOWN_CHARACTERS = 200
 
 
+@dataclass(slots=True)
+class EngineHandshakeMetadata:
+    """The front end's answer to HELLO.
+
+    Attributes:
+        addresses: The addresses to connect to.
+        parallel_config: Changes to the engine's parallel configuration, by name.
+        pause: The order to pause that is in force.
+    """
+
+    addresses: EngineZmqAddresses
+    parallel_config: dict[str, Any]
+    pause: PauseOrder = NO_ORDER
+
+
 class _FromEngine(msgspec.Struct):
     """The checked fields of a message from an engine; other fields are kept unchecked."""
 
@@ -57,7 +71,6 @@ class _FromEngine(msgspec.Struct):
     parallel_config_hash: Any = None
 
 
-_encode = msgspec.msgpack.Encoder().encode
 _map_decoder: msgspec.msgpack.Decoder[dict[str, Any]] = msgspec.msgpack.Decoder(dict[str, Any])
 
 
@@ -273,7 +286,7 @@ class FrontEndHandshake:
         order = self.pause_order()
         if order.mode:
             init["pause"] = order
-        return _encode(init)
+        return encode(init)
 
     def _unknown(self, sender: bytes, rank: int | None) -> HandshakeError:
         ranks = sorted(self.engines)
@@ -321,7 +334,7 @@ class EngineHandshake:
             raise _refused(self._index, self.state, f"a message of {len(frames)} payload frames", "one: INIT")
         try:
             fields = decode_single(_map_decoder, frames, MAX_INIT_BYTES)
-            metadata = msgspec.convert(fields, PausedMetadata if "pause" in fields else EngineHandshakeMetadata)
+            metadata = msgspec.convert(fields, EngineHandshakeMetadata)
         except ValueError as error:
             expected = "INIT, a MessagePack map with addresses and parallel_config"
             raise _refused(self._index, self.state, _cut(str(error)), expected) from None
@@ -355,7 +368,7 @@ class EngineHandshake:
         return payload
 
     def _message(self, status: str, fields: Mapping[str, Any]) -> bytes:
-        return _encode({"status": status, "local": self._local, "headless": self._headless, **fields})
+        return encode({"status": status, "local": self._local, "headless": self._headless, **fields})
 
 
 def _refused(index: int, state: CoreEngineState, found: str, expected: str, hint: str = "") -> HandshakeError:

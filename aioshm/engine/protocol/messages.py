@@ -9,23 +9,26 @@ To an engine, ROUTER to DEALER: the engine's identity, a type byte, the payload'
 
 and back, PUSH to PULL, an envelope, or a single frame `ENGINE_CORE_DEAD`. The names and the forms are vLLM's.
 
-aioshm's clients and engines add one number to that: the generation of each submission, so that outputs of an aborted
-request are never taken for those of a later request with the same id. It is the last frame of an ADD (`mark`), which
+aioshm's clients and engines add a number: the generation of each submission, so that outputs of an aborted request are
+never taken for outputs of a later request with the same id. It is the last frame of an ADD (`mark`), which
 vLLM's engines ignore, and comes back in the ninth field of the envelope, which vLLM's front ends never get: an engine
 sends it only to clients that have keys, or have sent it.
 
 An engine of aioshm that no process of its own host watches sends its progress to front ends, DEALER to ROUTER: every
 second, and when `progress.expect` begins or ends. Such a `Heartbeat` is one frame, an array with the marker
-``aioshm heartbeat`` first; registrations, which go the same way, are maps. Only aioshm's front ends get them: those
-with keys from the registration on, those without from their first request with a generation on.
+``aioshm heartbeat`` first; registrations, which go the same way, are maps. Only aioshm's front ends get heartbeats:
+with keys from the registration on, without keys from the first request with a generation on.
+
+The launching process publishes the `Membership` to front ends in other processes, and each reports its `Progress`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from time import monotonic
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from time import monotonic, time_ns
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import msgspec
 
@@ -48,6 +51,9 @@ NO_GENERATION = 0
 HEARTBEAT_S = 1.0
 """Seconds between two heartbeats."""
 
+MAX_MEMBERSHIP_BYTES = 16 << 20
+"""Above any membership, with the largest number of engines."""
+
 _HEARTBEAT = "aioshm heartbeat"
 _HEARTBEAT_BYTES = 256
 _HEARTBEAT_MARKER = slice(2, 2 + len(_HEARTBEAT))  # behind the heads of the array and of the marker
@@ -59,6 +65,8 @@ Output = TypeVar("Output")
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)]
+
+encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 
 
 class EngineCoreRequestType(Enum):
@@ -197,13 +205,9 @@ def is_heartbeat(frames: Sequence[Frame]) -> bool:
     return len(frames) == 1 and frames[0][_HEARTBEAT_MARKER] == _HEARTBEAT.encode()
 
 
-_heartbeat = msgspec.msgpack.Decoder(Heartbeat)
-encode_heartbeat: Callable[[Heartbeat], bytes] = msgspec.msgpack.Encoder().encode
-
-
-def decode_heartbeat(frames: Sequence[bytes]) -> Heartbeat:
-    """Decode a heartbeat; raises `ValueError`."""
-    return decode_single(_heartbeat, frames, _HEARTBEAT_BYTES)
+decode_heartbeat: Callable[[Sequence[bytes]], Heartbeat] = partial(
+    decode_single, msgspec.msgpack.Decoder(Heartbeat), max_bytes=_HEARTBEAT_BYTES
+)
 
 
 def is_finished(output: Any) -> bool:
@@ -288,3 +292,110 @@ def generations_of(envelope: MarkedOutputs[Any]) -> Sequence[int | None]:
     if len(envelope.generations) != len(envelope.outputs):
         raise CodecError(f"{len(envelope.generations)} generations for {len(envelope.outputs)} outputs")
     return envelope.generations
+
+
+# Orders to pause or to resume
+#
+# A client sends an order to each engine as a call of `PAUSE`, with the fields of a `PauseOrder` as arguments; the
+# engine answers with the order in force when it takes no step any more. Engines, front ends and the launcher keep the
+# newest order that they know, and pass it on: engines in a notice to aioshm's clients, and in their registration; front
+# ends and the launching process with the membership; the launching process to a starting engine in INIT. Engines of
+# vLLM get the calls that vLLM has for this, from one client.
+
+PauseMode: TypeAlias = Literal["finish", "abort", "keep"]
+
+PAUSE = "_aioshm_pause"
+"""The name of the call, and of the field of registrations and of INIT; no method that a client may call has it."""
+NOTICE_ID = 0
+"""The call id of a notice: an answer without a call."""
+
+_VLLM_MODES = {"finish": "wait", "abort": "abort", "keep": "keep"}
+
+
+class PauseOrder(NamedTuple):
+    """An order; of two orders the larger one holds."""
+
+    version: Count = 0  # when it was given, in microseconds, and above the order before; 0: no order yet
+    client: Count = 0  # the index of the client; 0 for the launching process, too
+    mode: Literal["", "finish", "abort", "keep"] = ""  # "": resume
+
+    def next(self, client: int, mode: Literal["", "finish", "abort", "keep"]) -> PauseOrder:
+        """Return an order that replaces this one."""
+        # A client that does not know the newest order gives a larger version nonetheless, by the clock.
+        return PauseOrder(max(self.version + 1, time_ns() // 1000), client, mode)
+
+    def call(self, *, of_vllm: bool) -> tuple[str, tuple[Any, ...]]:
+        """Return the method and the arguments of the call that gives an engine this order."""
+        if not of_vllm:
+            return PAUSE, self
+        if self.mode:
+            return "pause_scheduler", (_VLLM_MODES[self.mode],)
+        return "resume_scheduler", ()
+
+
+NO_ORDER = PauseOrder()
+
+
+def order_or_none(fields: Any) -> PauseOrder:
+    """Return the decoded order of an engine, or `NO_ORDER` if it is invalid."""
+    try:
+        return msgspec.convert(fields, PauseOrder)
+    except ValueError:
+        return NO_ORDER
+
+
+def check_mode(mode: object) -> None:
+    """Raise `ValueError` unless the mode is valid."""
+    if mode not in get_args(PauseMode):
+        raise ValueError(f"mode must be 'finish', 'abort' or 'keep', not {mode!r}")
+
+
+def describe_unpaused(ranks: list[int], timeout: float | None) -> str:
+    """Return the text of the error of a pause that took too long."""
+    return (
+        f"engines {', '.join(map(str, ranks))} have not paused after {timeout} s: they have requests in flight, or are"
+        " in a step; they pause later, unless resume() is called"
+    )
+
+
+# The present engines
+
+
+class Death(msgspec.Struct, array_like=True, frozen=True):
+    """The death of an engine that is not back."""
+
+    text: str
+    engine: int | None  # the rank; None: of no single engine
+    pid: int | None
+    incarnation: int = 0  # the number of the rank's process, from 0 on
+
+
+class Membership(msgspec.Struct, array_like=True, frozen=True):
+    """The present engines; each message is complete, and independent of earlier ones."""
+
+    version: int  # grows with each change
+    engines: dict[Rank, int]  # the first incarnations with valid keys, by rank
+    leaving: list[Rank] = []
+    deaths: dict[Rank, Death] = {}  # by rank
+    failure: Death | None = None  # why no engine will come back
+    order: PauseOrder = NO_ORDER  # the newest order to pause or to resume
+    # Older front ends ignore the items below.
+    health: dict[Rank, tuple[Literal["stalled", "stopped"], str]] = {}  # engines without progress, and where they are
+
+
+class Progress(msgspec.Struct, array_like=True, frozen=True):
+    """The progress of a front end: its first message, sent again after every change."""
+
+    version: int = 0  # the version of its membership; 0: none yet
+    missing: list[Rank] = []  # the ranks of engines that have not registered with it
+    busy: list[Rank] = []  # the ranks of leaving engines with unfinished requests of this front end
+    order: PauseOrder = NO_ORDER  # the newest order that it knows
+    unpaused: list[Rank] = []  # the ranks of engines that have not answered this order
+
+
+decode_membership: Callable[[Sequence[bytes]], Membership] = partial(
+    decode_single, msgspec.msgpack.Decoder(Membership), max_bytes=MAX_MEMBERSHIP_BYTES
+)
+decode_progress: Callable[[Sequence[bytes]], Progress] = partial(
+    decode_single, msgspec.msgpack.Decoder(Progress), max_bytes=MAX_MEMBERSHIP_BYTES
+)

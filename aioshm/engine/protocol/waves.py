@@ -1,18 +1,44 @@
-"""The coordinator's state: the load of data-parallel engines, their waves, and the next publication. No I/O.
+"""The coordinator's messages and state: the load of data-parallel engines, their waves, the next publication. No I/O.
 
 Engines in lockstep are running together or paused together. A wave lies between two pauses; waves are numbered from 0
 on. The engine of rank 0 reports the end of a wave. An engine that gets a request while all are paused reports that it
 starts a wave, and the coordinator wakes all others.
 
-Messages of several engines overtake each other. So a message about a wave before the current one is stale, and changes
+Messages of several engines change their order. A message about a wave before the current wave is stale, and changes
 nothing.
+
+The messages are vLLM's, except for the `Notice` of the launching process; all are MessagePack.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
-from aioshm.engine.protocol.messages import SchedulerStats, StartWave
+import msgspec
+
+from aioshm.engine.protocol.addresses import MAX_INDEX
+from aioshm.engine.protocol.messages import (
+    Count,
+    EngineCoreRequestType,
+    Rank,
+    SchedulerStats,
+    StartWave,
+    decode_single,
+    encode,
+)
+
+UNSUBSCRIBED = b"\x00"
+"""An XPUB socket receives this at the end of a subscription to everything."""
+SCALE = "SCALE_ELASTIC_EP"
+"""Precedes the new number of engines in a front end's message."""
+NOTICE_BYTES = 64
+"""Above any `Notice`."""
+MAX_REPORT_BYTES = 1 << 16
+"""Above any report: the coordinator gets counts, never outputs."""
+
+_NO_OUTPUTS = b"\x90"
+_NIL = b"\xc0"
 
 INTERVAL_S = 0.1
 """The shortest time between two publications of counts."""
@@ -24,6 +50,66 @@ MAX_WAVES_AHEAD = 1 << 10
 """The limit of waves ahead of the coordinator's: a report with a huge wave would make all later waves stale."""
 
 Counts: TypeAlias = "list[int | float]"
+
+
+class Report(msgspec.Struct, array_like=True, frozen=True):
+    """An engine's message: the envelope `EngineCoreOutputs`, as far as the coordinator reads it."""
+
+    engine_index: Rank = 0
+    outputs: msgspec.Raw = msgspec.Raw(_NO_OUTPUTS)
+    scheduler_stats: SchedulerStats | None = None
+    timestamp: float = 0.0
+    utility_output: msgspec.Raw = msgspec.Raw(_NIL)
+    finished_requests: msgspec.Raw = msgspec.Raw(_NIL)
+    wave_complete: Count | None = None
+    start_wave: Count | None = None
+
+
+class Notice(msgspec.Struct, array_like=True, frozen=True):
+    """A message of the launching process to the coordinator, its child."""
+
+    engines: int | None = None  # the new number of engines; None: unchanged
+    dead: int | None = None  # the rank of an engine that has died
+    incarnation: int = 0  # its first incarnation with valid keys
+
+
+_report = msgspec.msgpack.Decoder(Report)
+_front_end = msgspec.msgpack.Decoder(tuple[Any, Count])
+decode_notice: Callable[[bytes], Notice] = msgspec.msgpack.Decoder(Notice).decode
+
+
+def decode_report(frames: list[bytes]) -> Report:
+    """Decode an engine's message."""
+    report = decode_single(_report, frames, MAX_REPORT_BYTES)
+    if bytes(report.outputs) != _NO_OUTPUTS or bytes(report.utility_output) != _NIL:
+        raise ValueError(f"engine {report.engine_index} has sent outputs, which are for front ends")
+    stats = report.scheduler_stats
+    if stats is not None and not stats.kv_cache_usage >= 0:  # negative, or not a number
+        raise ValueError(f"engine {report.engine_index} uses {stats.kv_cache_usage} of its KV cache")
+    return report
+
+
+def decode_from_front_end(frames: list[bytes]) -> StartWave | int:
+    """Decode a front end's message: a new number of engines, or (older releases) a request to wake paused engines."""
+    first, number = decode_single(_front_end, frames, MAX_REPORT_BYTES)
+    if first != SCALE:
+        try:
+            return msgspec.convert((number, first), StartWave)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"neither a new number of engines nor a request's wave: {error}") from None
+    if not 1 <= number <= MAX_INDEX + 1:
+        raise ValueError(f"there cannot be {number} engines")
+    return int(number)
+
+
+def encode_scale(n_engines: int) -> bytes:
+    """Encode a front end's message about a new number of engines."""
+    return encode((SCALE, n_engines))
+
+
+def encode_start(start: StartWave) -> list[bytes]:
+    """Encode the coordinator's order to engines."""
+    return [EngineCoreRequestType.START_DP_WAVE.value, encode(start)]
 
 
 class Published(NamedTuple):
@@ -93,8 +179,8 @@ class Waves:
     def load(self, index: int, load: SchedulerStats, now: float) -> None:
         """Note the load of an engine.
 
-        Engines in lockstep report within moments of each other. Front ends must not compare one engine's step with the
-        next step of another. So a publication has the loads from before the newest step.
+        Engines in lockstep report at nearly the same time. Front ends must not compare an engine's step with the next
+        step of another engine: a publication has the loads from before the newest step.
         """
         self._check(index)
         self._check_wave(index, load.current_wave)

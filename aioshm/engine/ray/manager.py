@@ -14,7 +14,7 @@ from aioshm.arguments import check_int, check_plain, check_seconds
 from aioshm.closing import AsyncClosing, Closing, warn_not_closed
 from aioshm.engine.ray import cluster
 from aioshm.engine.ray.actor import EngineActor
-from aioshm.engine.ray.placement import EngineNeeds
+from aioshm.engine.ray.cluster import EngineNeeds
 from aioshm.engine.security.keys import EngineKeys, keys_to_hand_over
 from aioshm.errors import EngineDead, EngineStartupError, RoleError
 from aioshm.process.background import completed, in_thread

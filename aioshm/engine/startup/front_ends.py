@@ -12,7 +12,7 @@ import zmq
 
 from aioshm.closing import Closing
 from aioshm.engine.protocol.addresses import identity
-from aioshm.engine.protocol.control import (
+from aioshm.engine.protocol.messages import (
     Death,
     Membership,
     PauseMode,

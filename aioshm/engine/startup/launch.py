@@ -10,7 +10,7 @@ from typing import Any
 from aioshm.arguments import check_int, check_plain
 from aioshm.config import Options
 from aioshm.engine.client.client import ClientOptions, EngineClient
-from aioshm.engine.dp.coordinator import DPCoordinator
+from aioshm.engine.dp import DPCoordinator
 from aioshm.engine.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, StartupReport, engine_index
 from aioshm.engine.ray.actor import EngineActor

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from aioshm.arguments import check_int, check_plain
 from aioshm.engine.client.liveness import engine_of
-from aioshm.engine.protocol.addresses import CoreEngine, StartupProgress, describe_failure, engine_index
+from aioshm.engine.protocol.addresses import CoreEngine, StartupProgress, engine_index
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
 from aioshm.errors import EngineStartupError, HandshakeError
 from aioshm.process.background import in_thread
@@ -189,7 +189,7 @@ def startup_failure(
     exits: Iterable[ProcessExit],
     progress: StartupProgress,
     engines: Mapping[int, CoreEngine],
-    manager: object,
+    manager: Any,
 ) -> EngineStartupError:
     """Return the error of a failed startup."""
     causes = []
@@ -212,10 +212,14 @@ def startup_failure(
             state = process_state(process.pid or 0)
             if state in HUNG_STATES:
                 causes.append(f"{process.name} (pid {process.pid}) is {state}")
-    last_lines: dict[str, list[str]] = {}
-    if hasattr(manager, "last_lines"):
-        last_lines = {name: list(manager.last_lines(name)) for name in names}
-    text = describe_failure(str(cause), causes, progress, {name: each for name, each in last_lines.items() if each})
+    reasons = "; ".join(part for part in (str(cause), ", ".join(causes)) if part)
+    lines = [f"engine startup failed: {reasons} ({progress})"]
+    for name in names if hasattr(manager, "last_lines") else ():
+        tail = manager.last_lines(name)
+        if tail:
+            lines.append(f"last lines of {name}'s stderr:")
+            lines += [f"  {line}" for line in tail]
+    text = "\n".join(lines)
     if isinstance(cause, HandshakeError):
         return HandshakeError(text, engine=cause.engine, state=cause.state, expected=cause.expected, failed=failed)
     return EngineStartupError(text, failed=failed)

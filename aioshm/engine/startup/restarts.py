@@ -11,8 +11,8 @@ from typing import Any
 
 from aioshm.engine.client.client import EngineClient
 from aioshm.engine.client.liveness import describe_exit, engine_of
-from aioshm.engine.dp.coordinator import NAME as COORDINATOR
-from aioshm.engine.dp.coordinator import DPCoordinator
+from aioshm.engine.dp import NAME as COORDINATOR
+from aioshm.engine.dp import DPCoordinator
 from aioshm.engine.protocol.addresses import CoreEngine, engine_index
 from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.startup.front_ends import FrontEnds

@@ -13,7 +13,7 @@ from aioshm.arguments import check_int, check_plain, check_seconds
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
 from aioshm.engine.client.client import ClientOptions, EngineClient, Resubmit
-from aioshm.engine.protocol.control import PauseMode
+from aioshm.engine.protocol.messages import PauseMode
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
 from aioshm.engine.startup.options import EngineLayout

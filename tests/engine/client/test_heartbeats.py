@@ -34,8 +34,7 @@ from aioshm.engine import (
     get_engine_client_zmq_addr,
     run_engine_core,
 )
-from aioshm.engine.protocol.control import PAUSE
-from aioshm.engine.protocol.messages import encode_heartbeat
+from aioshm.engine.protocol.messages import PAUSE
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.progress import BUSY, ENDING, IDLE, STARTING, Progress
 
@@ -114,12 +113,12 @@ async def test_successor_of_a_stopped_front_end_gets_the_registration_and_no_old
     def counted(heartbeat: Any) -> bytes:
         nonlocal beats
         beats += 1
-        return encode_heartbeat(heartbeat)
+        return encode(heartbeat)
 
     monkeypatch.setattr("aioshm.engine.core.process.HEARTBEAT_S", 0.0)
     monkeypatch.setattr("aioshm.zeromq.endpoint.RECONNECT_MS", 10_000)  # the loop runs before ZeroMQ connects again
     monkeypatch.setattr("aioshm.engine.core.sockets._HEARTBEATS_HWM", 3)
-    monkeypatch.setattr("aioshm.engine.core.sockets.encode_heartbeat", counted)
+    monkeypatch.setattr("aioshm.engine.core.sockets.encode", counted)
     addresses = here_and_there()
     with zmq.Context() as context:
         front_end = BareClient(context, addresses)

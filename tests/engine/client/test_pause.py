@@ -12,7 +12,7 @@ import zmq
 from peers import BareEngine, pack
 from served_engine import Engine, Serving, ask, clients_of, collected, here_and_there, served, until
 
-from aioshm.engine.protocol.control import PauseMode
+from aioshm.engine.protocol.messages import PauseMode
 from aioshm.errors import (
     CallFailed,
     EngineDead,

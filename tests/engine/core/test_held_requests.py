@@ -9,7 +9,7 @@ import pytest
 from served_engine import Engine, Serving, ask, collected, served, until
 
 from aioshm.engine.core.sockets import FrontEnd
-from aioshm.engine.protocol.control import PAUSE
+from aioshm.engine.protocol.messages import PAUSE
 from aioshm.errors import RequestAborted
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")

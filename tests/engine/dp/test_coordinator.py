@@ -1,11 +1,14 @@
-"""The coordinator's process: start, traffic, failure, end."""
+"""The coordinator: its process with start, traffic, failure and end, and its sockets with READY, counts and garbage."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -13,16 +16,15 @@ from typing import Any
 import psutil
 import pytest
 from managed import gone, open_things
-from peers import Peers, counts, starts, until
-from peers import start as start_of_a_wave
+from peers import Peers, counts, frames, pack, published, start, starts, until
 from support import eventually
 
-from aioshm.engine import (
-    DPCoordinator,
-    EngineKeys,
-)
-from aioshm.engine.dp.coordination import CoordinatorAddresses
+from aioshm.engine import DPCoordinator, EngineKeys, get_engine_client_zmq_addr
+from aioshm.engine.dp import Coordination, CoordinatorAddresses
+from aioshm.engine.protocol.waves import Waves
 from aioshm.errors import EngineStartupError
+
+IDLE = [0, 0, 0.0]
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
@@ -42,7 +44,7 @@ async def some_traffic(coordinator: DPCoordinator, keys: EngineKeys | None = Non
         front_end = await peers.front_end()
         reporter = peers.reporter(1)
         await reporter.send(counts(1, 3, 4))
-        await reporter.send(start_of_a_wave(1, 0))
+        await reporter.send(start(1, 0))
         assert [await starts(each) for each in engines] == [(0, 1), (0, 1)]
         await until(front_end, [[[0, 0, 0.0], [3, 4, 0.0]], 0, True])
 
@@ -130,3 +132,93 @@ class TestWithTheOthers:
         assert not gone(pid)
         coordinator.close()
         assert gone(pid)
+
+
+# The sockets, in this process
+
+
+def wanted() -> CoordinatorAddresses:
+    return CoordinatorAddresses(*(get_engine_client_zmq_addr(True, "") for _ in range(3)))
+
+
+@contextmanager
+def coordination(n_engines: int) -> Iterator[Peers]:
+    with Coordination(Waves(n_engines), wanted()) as made, Peers(made.addresses) as peers:
+        yield peers
+        if made.over.done():
+            made.over.result()
+
+
+class TestSockets:
+    async def test_ready_comes_when_all_engines_have_subscribed(self) -> None:
+        with coordination(2) as peers:
+            first = await peers.subscriber(peers.addresses.engine_input)
+            early = first.recv()
+            front_end = await peers.front_end()
+            await asyncio.sleep(0.05)
+            assert not early.done()
+            await peers.subscriber(peers.addresses.engine_input)
+            assert await early == b"READY"
+            assert await published(front_end) == [[IDLE, IDLE], 0, False]
+
+    async def test_reports_before_ready_are_kept(self) -> None:
+        with coordination(1) as peers:
+            front_end = await peers.front_end()
+            await peers.reporter().send(start(0, 0))
+            engine = await peers.subscriber(peers.addresses.engine_input)
+            assert await frames(engine) == [b"READY"]
+            assert await starts(engine) == (0, 0)
+            await until(front_end, [[IDLE], 0, True])
+
+    async def test_a_new_number_of_engines(self) -> None:
+        with coordination(1) as peers:
+            await peers.engines(1)
+            front_end = await peers.front_end()
+            reporter = peers.reporter()
+            await front_end.send(pack(("SCALE_ELASTIC_EP", 2)))
+            await until(front_end, [[IDLE, IDLE], 0, False])
+            await reporter.send(counts(1, 8, 9))
+            await until(front_end, [[IDLE, [8, 9, 0.0]], 0, False])
+            (added,) = await peers.engines(1)
+            await reporter.send(start(0, 0))
+            assert await starts(added) == (0, 0)
+
+    @pytest.mark.parametrize(
+        "garbage",
+        [
+            [b"\xc1"],
+            [pack({"a": 1})],
+            [b"x" * (2 << 20)],
+            [pack(("SCALE_ELASTIC_EP", 0))],
+            [counts(1, 1, 1), b"more"],
+            [b"frame"] * 1000,
+        ],
+        ids=lambda each: str(each)[:30],
+    )
+    async def test_garbage_does_no_harm(self, garbage: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
+        with coordination(1) as peers:
+            (engine,) = await peers.engines(1)
+            front_end = await peers.front_end()
+            reporter = peers.reporter()
+            for peer in (engine, front_end, reporter):
+                for _ in range(3):
+                    await peer.send_multipart(garbage)
+            await reporter.send(counts(0, 1, 2))
+            await until(front_end, [[[1, 2, 0.0]], 0, False])
+            await reporter.send(start(0, 0))
+            assert await starts(engine) == (0, 0)
+        said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len(said) == 1
+        assert said[0].startswith("dropped a message: ")
+
+    async def test_internal_error_ends_the_coordination(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError("a mistake")
+
+        monkeypatch.setattr(Waves, "load", fail)
+        with Coordination(Waves(1), wanted()) as made, Peers(made.addresses) as peers:
+            await peers.engines(1)
+            await peers.reporter().send(counts(0, 1, 1))
+            async with asyncio.timeout(30):
+                with pytest.raises(ZeroDivisionError, match="a mistake"):
+                    await made.over

@@ -14,7 +14,7 @@ from aioshm.engine import (
     EngineKeys,
     EngineZmqAddresses,
 )
-from aioshm.engine.dp.coordination import CoordinatorAddresses
+from aioshm.engine.dp import CoordinatorAddresses
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 

@@ -13,8 +13,8 @@ from served_engine import Serving, ask, collected, here_and_there, served, until
 from test_data_parallel import Agreement, Rank, coordinated
 
 from aioshm.engine import DPCoordinator
-from aioshm.engine.dp.coordination import CoordinatorAddresses
-from aioshm.engine.protocol.control import PauseMode
+from aioshm.engine.dp import CoordinatorAddresses
+from aioshm.engine.protocol.messages import PauseMode
 from aioshm.errors import RequestAborted
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]

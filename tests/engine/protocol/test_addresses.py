@@ -16,7 +16,7 @@ from aioshm.engine import (
 )
 from aioshm.engine.client.liveness import engine_of
 from aioshm.engine.endpoints import check_handshake_address
-from aioshm.engine.protocol.addresses import describe_failure, engine_index
+from aioshm.engine.protocol.addresses import engine_index
 from aioshm.errors import SharedMemoryError
 from aioshm.process.watch import ProcessExit
 
@@ -93,14 +93,3 @@ def test_exit_of_an_engine_is_described_with_its_phase() -> None:
 )
 def test_rank_is_at_the_end_of_a_name(name: str, index: int | None) -> None:
     assert engine_index(name) == index
-
-
-def test_text_of_a_failure() -> None:
-    progress = StartupProgress(2, 1, 0)
-    assert describe_failure("no progress for 5 s", [], progress, {}) == (
-        "engine startup failed: no progress for 5 s (1 of 2 engines connected, 0 ready)"
-    )
-    assert describe_failure("", ["A died", "B died"], progress, {"A": ["one", "two"]}) == (
-        "engine startup failed: A died, B died (1 of 2 engines connected, 0 ready)\n"
-        "last lines of A's stderr:\n  one\n  two"
-    )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aioshm.engine import EngineNeeds
-from aioshm.engine.ray.placement import Node, place_engines
+from aioshm.engine.ray.cluster import Node, place_engines
 from aioshm.errors import EngineStartupError
 
 HEAD = Node("h", "10.0.0.1", devices=4, cpus=8, head=True)

@@ -16,7 +16,7 @@ from aioshm.engine import CoreEngineActorManager, EngineNeeds
 from aioshm.engine.ray import actor as acting
 from aioshm.engine.ray import cluster
 from aioshm.engine.ray import manager as managing
-from aioshm.engine.ray.placement import Node
+from aioshm.engine.ray.cluster import Node
 from aioshm.errors import EngineDead, EngineStartupError, RoleError
 
 NEEDS = EngineNeeds()

@@ -28,7 +28,7 @@ from aioshm.engine import (
     EngineKeys,
     EngineZmqAddresses,
 )
-from aioshm.engine.dp.coordination import CoordinatorAddresses
+from aioshm.engine.dp import CoordinatorAddresses
 from aioshm.errors import EngineDead, HandshakeError
 from aioshm.zeromq.monitor import ENDED, MISMATCH
 

@@ -26,7 +26,7 @@ from aioshm.engine import (
     EngineSupervisor,
     EngineZmqAddresses,
 )
-from aioshm.engine.dp.coordination import CoordinatorAddresses
+from aioshm.engine.dp import CoordinatorAddresses
 from aioshm.engine.security.binding import AHEAD, ENGINES, Protection
 from aioshm.errors import EngineDead
 
@@ -67,18 +67,6 @@ async def admitted(mine: EngineCredentials, kind: int, address: str, server: byt
 
 
 class TestKeys:
-    def test_each_incarnation_has_its_own_keys(self, tmp_path: Path) -> None:
-        keys = EngineKeys.generate()
-        first = keys.for_engine(1)
-        second = keys.for_engine(1, 1)
-        assert len({first.public, second.public, first.secret, second.secret, first.name, second.name}) == 6
-        assert first == keys.for_engine(1, 0)
-        assert (first.incarnation, second.incarnation) == (0, 1)
-        second.save(tmp_path / "keys")
-        assert EngineKeys.load(tmp_path / "keys") == second
-        with pytest.raises(ValueError, match="incarnation must be at least 0"):
-            keys.for_engine(1, -1)
-
     def test_the_keys_of_a_secret_stay_what_they_were(self) -> None:
         """Files of keys from before there were incarnations are good for the first one."""
         keys = EngineKeys(bytes(range(32)))

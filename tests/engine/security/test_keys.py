@@ -40,12 +40,15 @@ def over_tcp() -> EngineZmqAddresses:
 
 
 class TestKeys:
-    def test_an_engine_has_its_own_only(self) -> None:
+    def test_each_incarnation_of_an_engine_has_its_own_only(self) -> None:
         keys = EngineKeys.generate()
         one = keys.for_engine(1)
-        two = keys.for_engine(2)
-        assert one == EngineKeys(keys.secret).for_engine(1)
-        assert len({one.public, two.public, one.secret, two.secret, one.name, two.name}) == 6
+        made = [one, keys.for_engine(1, 1), keys.for_engine(2)]
+        assert [each.incarnation for each in made] == [0, 1, 0]
+        assert one == EngineKeys(keys.secret).for_engine(1) == keys.for_engine(1, 0)
+        assert len({text for each in made for text in (each.public, each.secret, each.name)}) == 9
+        with pytest.raises(ValueError, match="incarnation must be at least 0"):
+            keys.for_engine(1, -1)
         assert (one.front_end, one.coordinator) == (keys.front_end.public, keys.coordinator.public)
         assert one.to_front_end().server == keys.front_end.public
         assert one.to_coordinator().server == keys.coordinator.public
@@ -71,7 +74,7 @@ class TestFiles:
     @pytest.mark.parametrize("one", [False, True])
     def test_there_and_back(self, one: bool, tmp_path: Path) -> None:
         keys: Any = EngineKeys.generate()
-        keys = keys.for_engine(5) if one else keys
+        keys = keys.for_engine(5, 1) if one else keys
         path = tmp_path / "keys"
         keys.save(path)
         assert path.stat().st_mode & 0o777 == 0o600

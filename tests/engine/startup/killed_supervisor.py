@@ -18,15 +18,11 @@ from aioshm.engine import (
     DPCoordinator,
     EngineLayout,
     EngineSupervisor,
-    Restart,
     WorkerGroup,
     die_with_parent,
     run_engine_core,
 )
-from aioshm.engine.client.link import EngineLink
-from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.startup.processes import CoreEngineProcManager
-from aioshm.engine.startup.restarts import EngineLife
 
 FOR_EVER = 1_000_000.0
 
@@ -54,11 +50,11 @@ class Engine:
         self._moment = moment
         self._again = again
         self._group: WorkerGroup | None = None
-        if moment in OF_GROUPS:
+        if moment.startswith("group"):
             self.has_unfinished_dp = lambda unfinished: unfinished
 
     async def initialize(self, _metadata: object) -> dict[str, Any]:
-        if self._moment in WITH_WORKERS:
+        if self._moment in ("in initialize", "none"):
             slow = self._moment == "none"
             self._group = await WorkerGroup(Worker, 1 + slow, kwargs={"slow": slow}).__aenter__()
             await asyncio.sleep(slow)
@@ -120,62 +116,16 @@ async def kill(supervisor: EngineSupervisor, coordinator: bool) -> None:
     await asyncio.sleep(FOR_EVER)
 
 
-async def in_backoff(supervisor: EngineSupervisor) -> None:
-    """Kill an engine twice: the second restart takes its time."""
-    os.kill(supervisor.engines[-1].pid or 0, signal.SIGKILL)
-    while supervisor.engines[-1].restarts == 0 or supervisor.engines[-1].state != "running":
-        await asyncio.sleep(0.001)
-    os.kill(supervisor.engines[-1].pid or 0, signal.SIGKILL)
-    while supervisor.engines[-1].state != "waiting":
-        await asyncio.sleep(0)
-    stop_here()
-
-
-async def draining(supervisor: EngineSupervisor) -> None:
-    """Remove an engine that does not finish."""
-    stream = supervisor.client.submit({"request_id": "endless"}, engine=1)
-    going = asyncio.create_task(supervisor.scale(1))
-    while supervisor.engines[1].state != "stopping":
-        await asyncio.sleep(0)
-    stop_here()
-    await going
-    await stream.aclose()
-
-
 # What is patched before a process is killed; None: the process that starts stops by itself.
-Patch = Callable[[], object] | None
-
-OF_ENGINES: dict[str, Patch] = {
-    "before spawn": lambda: setattr(CoreEngineProcManager, "start_engine", stop_here),
+MOMENTS: dict[str, Callable[[], object] | None] = {
     "in imports": None,
     "before HELLO": None,
-    "HELLO heard": lambda: setattr(FrontEndHandshake, "receive", stop_here),
     "in initialize": None,
-    "registered": lambda: stop_after(EngineLink, "registered"),
-    "READY heard": lambda: setattr(FrontEndHandshake, "_check_hash", stop_here),
-    "at backoff": None,
-    "draining": None,
-}
-OF_COORDINATORS: dict[str, Patch] = {
-    "coordinator: before spawn": lambda: setattr(DPCoordinator, "run_again", stop_here),
     "coordinator: in imports": None,
     "coordinator: spawned": lambda: setattr(DPCoordinator, "_await_addresses", stop_here),
-}
-OF_GROUPS: dict[str, Patch] = {
-    "group: all are dead": lambda: setattr(EngineLife, "enter", stop_here),
-    "group: coordinator in imports": None,
     "group: one is spawned": lambda: stop_after(CoreEngineProcManager, "start_engine"),
-    "group: one has registered": lambda: stop_after(EngineLink, "registered"),
 }
-PATCHES = OF_ENGINES | OF_COORDINATORS | OF_GROUPS
-WITH_WORKERS = {"in initialize", "draining", "none"}
-WITH_COORDINATOR = {"before spawn", "at backoff", *OF_COORDINATORS, *OF_GROUPS}
-WITH_TWO_ENGINES = {"draining", "none", *OF_GROUPS}
-IN_IMPORTS = {  # which process goes no further there
-    "in imports": "EngineCore_0",
-    "coordinator: in imports": "DPCoordinator",
-    "group: coordinator in imports": "DPCoordinator",
-}
+IN_IMPORTS = {"in imports": "EngineCore_0", "coordinator: in imports": "DPCoordinator"}  # which process stops there
 
 
 async def run(moment: str) -> None:
@@ -184,25 +134,21 @@ async def run(moment: str) -> None:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    lockstep = moment.startswith("group")
+    coordinator = moment.startswith("coordinator")
     async with EngineSupervisor(
         serve,
-        2 if moment in WITH_TWO_ENGINES else 1,
+        2 if lockstep or moment == "none" else 1,
         args=(moment,),
-        restart=Restart(backoff_s=FOR_EVER, backoff_max_s=FOR_EVER) if moment == "at backoff" else None,
-        lockstep=moment in OF_GROUPS,
-        layout=EngineLayout(coordinator=moment in WITH_COORDINATOR),
+        lockstep=lockstep,
+        layout=EngineLayout(coordinator=lockstep or coordinator),
     ) as supervisor:
         if moment == "none":
             await asyncio.sleep(FOR_EVER)
-        elif moment == "at backoff":
-            await in_backoff(supervisor)
-        elif moment == "draining":
-            await draining(supervisor)
-        else:
-            patch = PATCHES[moment]
-            if patch is not None:
-                patch()
-            await kill(supervisor, moment in OF_COORDINATORS)
+        patch = MOMENTS[moment]
+        if patch is not None:
+            patch()
+        await kill(supervisor, coordinator)
 
 
 if __name__ == "__main__":

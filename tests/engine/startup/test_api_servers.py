@@ -20,7 +20,7 @@ import engine_targets as targets
 import pytest
 from managed import gone, open_things
 from served_engine import Engine, stop, until
-from supervised import MANY
+from supervised import MANY, api_servers
 from support import eventually
 
 from aioshm.engine import (
@@ -277,18 +277,7 @@ class TestRestarts:
         there = tmp_path / "there"
         layout = EngineLayout(coordinator=False)
         async with EngineSupervisor(serve, 1, num_api_servers=1, layout=layout) as supervisor:
-            launch = supervisor.launch
-            async with APIServerProcessManager(
-                front_end,
-                "",
-                listener,
-                None,
-                1,
-                launch.addresses.inputs,
-                launch.addresses.outputs,
-                membership_address=launch.membership_address,
-                restart=MANY,
-            ) as manager:
+            async with api_servers(supervisor, front_end, None, sock=listener) as manager:
                 address = listener.getsockname()[:2]
                 listener.close()  # each server has a copy, and its successor gets one, too
                 first = await Connection.open(address)

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 from served_engine import Engine, ask, collected, stop, until
 from startups import starting
-from supervised import LOOPBACK, MANY, front_end, pids, serve
+from supervised import LOOPBACK, MANY, api_servers, front_end, pids, serve
 
 from aioshm.engine import (
-    APIServerProcessManager,
     ClientOptions,
     EngineClient,
     EngineKeys,
@@ -114,17 +113,9 @@ async def test_front_ends_in_processes_lose_nothing(tmp_path: Path) -> None:
         coordinator = launch.coordinator
         assert members is not None
         assert coordinator is not None
-        async with APIServerProcessManager(
-            ask_without_pause,
-            "",
-            None,
-            str(tmp_path),
-            2,
-            launch.addresses.inputs,
-            launch.addresses.outputs,
-            coordinator.get_stats_publish_address(),
-            membership_address=launch.membership_address,
-            restart=MANY,
+        stats_address = coordinator.get_stats_publish_address()
+        async with api_servers(
+            supervisor, ask_without_pause, str(tmp_path), stats_update_address=stats_address
         ) as servers:
             await both_use(0, 1)
             await supervisor.scale(4)

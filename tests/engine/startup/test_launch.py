@@ -129,36 +129,6 @@ class TestServing:
                         await anext(stream)
                 stranger.close(linger=0)
 
-    async def test_a_host_with_a_front_end_of_its_own(self) -> None:
-        """Hybrid load balancing: the head node, and a launch of the second host's engine and client."""
-        lb = {"data_parallel_hybrid_lb": True}
-        async with (
-            launch_core_engines(
-                targets.serve,
-                2,
-                1,
-                wait=False,
-                layout=EngineLayout(host="127.0.0.1"),
-                startup=StartupOptions(parallel_config=lb),
-            ) as head,
-            launch_core_engines(
-                targets.serve,
-                2,
-                1,
-                wait=False,
-                layout=EngineLayout(start_index=1, handshake_address=head.handshake_address),
-            ) as second,
-        ):
-            await asyncio.gather(head.wait_until_ready(60), second.wait_until_ready(60))
-            assert (head.client.ranks, second.client.ranks) == ([0], [1])
-            assert second.coordinator is None
-            stats_address = head.coordinator.get_stats_publish_address()  # type: ignore[union-attr]
-            assert second.client.addresses.frontend_stats_publish_address == stats_address
-            for launch, rank in ((head, 0), (second, 1)):
-                stream = launch.client.submit(ask("a"))
-                assert stream.engine == rank
-                assert len(await collected(stream)) == 3
-
 
 async def enter(*arguments: Any, **options: Any) -> None:
     async with launch_core_engines(*arguments, **options):
@@ -166,23 +136,11 @@ async def enter(*arguments: Any, **options: Any) -> None:
 
 
 class TestFailures:
-    @pytest.mark.parametrize(
-        ("how", "text"),
-        [
-            ("at once", r"EngineCore_1 \(pid \d+, before HELLO\) exited with code 1(.|\n)*rank 1 has no device"),
-            pytest.param(
-                "in initialize",
-                r"EngineCore_1 \(pid \d+, connected\) exited with code 1(.|\n)*RuntimeError: no weights",
-                marks=pytest.mark.slow,
-            ),
-            ("hangs", r"no progress for .* waiting for engines .*1 \(pid \d+, before HELLO"),
-        ],
-    )
-    async def test_engine_that_does_not_start_is_named(self, how: str, text: str) -> None:
-        startup = StartupOptions(progress_timeout=0.5 if how == "hangs" else None)
+    async def test_engine_that_does_not_start_is_named(self) -> None:
+        text = r"EngineCore_1 \(pid \d+, before HELLO\) exited with code 1(.|\n)*rank 1 has no device"
         with pytest.raises(EngineStartupError, match=text) as caught:
-            await enter(targets.fail, 2, kwargs={"how": {1: how}}, startup=startup)
-        assert how == "hangs" or "EngineCore_1" in caught.value.failed
+            await enter(targets.fail, 2, kwargs={"how": {1: "at once"}})
+        assert "EngineCore_1" in caught.value.failed
 
     async def test_an_address_that_cannot_be_bound(self) -> None:
         addresses = EngineZmqAddresses(["tcp://256.0.0.1:1"], [ANY])

@@ -277,8 +277,8 @@ def test_arguments(options: Any, error: type[Exception], text: str) -> None:
         EngineSupervisor(serve, **options)
 
 
-async def test_restarted_coordinator_knows_the_engines_of_other_hosts() -> None:
-    """Hybrid load balancing: the supervisor of the head node has a client of its own engine only."""
+async def test_host_with_a_front_end_of_its_own_and_its_coordinator_restarts() -> None:
+    """Hybrid load balancing: each host has a client of its own engine only."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"tcp://127.0.0.1:{server.getsockname()[1]}"
     layout = EngineLayout(host="127.0.0.1", handshake_address=place)
@@ -296,6 +296,13 @@ async def test_restarted_coordinator_knows_the_engines_of_other_hosts() -> None:
         await asyncio.gather(supervisor.open(), second.wait_until_ready(60))
         coordinator = supervisor.launch.coordinator
         assert coordinator is not None
+        assert (supervisor.client.ranks, second.client.ranks) == ([0], [1])
+        assert second.coordinator is None
+        assert second.client.addresses.frontend_stats_publish_address == coordinator.get_stats_publish_address()
+        for client, rank in ((supervisor.client, 0), (second.client, 1)):
+            stream = client.submit(ask("a"))
+            assert stream.engine == rank
+            assert len(await collected(stream)) == 3
         victim = coordinator.proc
         victim.kill()
         await until(lambda: coordinator.proc is not victim)

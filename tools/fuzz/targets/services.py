@@ -10,15 +10,6 @@ import msgspec
 from aioshm.engine.client.engines import Engines
 from aioshm.engine.core.core import Call
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
-from aioshm.engine.protocol.control import (
-    Notice,
-    Report,
-    decode_from_front_end,
-    decode_notice,
-    decode_report,
-    encode,
-    encode_scale,
-)
 from aioshm.engine.protocol.handshake import EngineHandshake, FrontEndHandshake
 from aioshm.engine.protocol.messages import (
     EngineCoreOutputs,
@@ -28,7 +19,16 @@ from aioshm.engine.protocol.messages import (
     request_id_of,
 )
 from aioshm.engine.protocol.payloads import PayloadDecoder, PayloadEncoder, check_stranger
-from aioshm.engine.protocol.waves import Published, Waves
+from aioshm.engine.protocol.waves import (
+    Notice,
+    Published,
+    Report,
+    Waves,
+    decode_from_front_end,
+    decode_notice,
+    decode_report,
+    encode_scale,
+)
 from aioshm.errors import CodecError, HandshakeError
 from aioshm.events.protocol import wire
 from aioshm.events.protocol.encoding import BatchDecoder, BatchEncoder
@@ -107,7 +107,7 @@ def reports(data: bytes) -> None:
         assert 1 <= said <= 1 << 16
     elif said is not None:
         waves.wake(said.exclude, said.wave)
-    encode(waves.publish(2.0))
+    _pack(waves.publish(2.0))
     waves.due()
     attempt(msgspec.MsgspecError, decode_notice, frames[-1])
 
@@ -145,8 +145,8 @@ def _report_seeds() -> Iterator[bytes]:
     yield framed(_pack([0, [], {"num_running_reqs": 3, "kv_cache_usage": 0.5}]))
     yield framed(encode_scale(3))
     yield framed(_pack([None, 2]))
-    yield framed(encode(Notice(3, 1, 2)))
-    yield framed(encode(Published([[1, 2]], 1, running=True)))
+    yield framed(_pack(Notice(3, 1, 2)))
+    yield framed(_pack(Published([[1, 2]], 1, running=True)))
 
 
 _ENCODERS = [

@@ -1,1 +1,0 @@
-"""The coordinator of data-parallel engines."""
