@@ -181,7 +181,7 @@ class WriterControl(_RingEnd, _WriterBase):
         return blocker
 
     def want(self, slots: int = 1, large: Sequence[int] = ()) -> None:
-        """Set the room that spins, and the readers of a parked writer, wait for; see `free`."""
+        """Note the room that a spinning or parked writer waits for, as in `free`."""
         self._words[at.WRITER_WANTS // 8] = max(0, self.spin_for(slots, large))
         memory_fence()  # before the parked flag is seen
 
@@ -354,7 +354,7 @@ class WriterControl(_RingEnd, _WriterBase):
 
 
 class RingWriter(WriterControl, WriterBase):
-    """The writer's end: `claim` a slot, fill its header and body, `commit` it; or all of that in one call."""
+    """The writer's end: `claim` a slot, fill its header and body, `commit` it; or `put` and `send` do all of that."""
 
 
 class ReaderControl(_RingEnd, _ReaderBase):
@@ -400,31 +400,30 @@ class ReaderControl(_RingEnd, _ReaderBase):
 
     def intact(self) -> bool:
         """Return whether the next message, and any copy made of it before, is whole: it was not passed over."""
-        return self._is_intact(self.seq)
+        memory_fence()  # after the copy was made
+        slot = self.slots[self.seq % self.layout.slots]
+        flags = slot.flags
+        unread = flags[0] != 0 and flags[1 + self.reader] == 0
+        memory_fence()  # a later message's number is visible before its cleared flag
+        return unread and slot.seq == self.seq
 
     def lose(self) -> tuple[int, int]:
         """Skip to the oldest whole message, or halfway to the newest if none was read since; return the lost range."""
+        flag = 1 + self.reader
+        amount = self.layout.slots
         first = self.seq
         written = self.messages_written()
-        seq = max(first + 1, written - self.layout.slots)
-        while seq < written and not self._is_intact(seq):
+        seq = max(first + 1, written - amount)
+        while seq < written and (self._flags_of(seq)[flag] or self.slots[seq % amount].seq != seq):
             seq += 1
         if first == self._lost_at:
             middle = (seq + written) // 2
             while seq < middle:
-                self._flags_of(seq)[1 + self.reader] = 1  # else the slot seems to have the next lap's message
+                self._flags_of(seq)[flag] = 1  # else the slot seems to have the next lap's message
                 seq += 1
         self.start_at(seq)
         self._lost_at = seq
         return first, seq - 1
-
-    def _is_intact(self, seq: int) -> bool:
-        memory_fence()  # after the copy was made
-        slot = self.slots[seq % self.layout.slots]
-        flags = slot.flags
-        unread = flags[0] != 0 and flags[1 + self.reader] == 0
-        memory_fence()  # a later message's number is visible before its cleared flag
-        return unread and slot.seq == seq
 
     # The writer
 
@@ -470,4 +469,4 @@ class ReaderControl(_RingEnd, _ReaderBase):
 
 
 class RingReader(ReaderControl, ReaderBase):
-    """A reader's end: look at the next message and `release` its slot when done; or both in one call."""
+    """A reader's end: look at the next message, and `release` its slot; or `take` and `receive` do both."""

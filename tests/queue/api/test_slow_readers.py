@@ -268,4 +268,4 @@ async def test_under_full_traffic_whatever_comes_is_whole(size: int) -> None:
             await patient.says(f"{number + 1} then closed")
             got, lost = map(int, (await slow.says("ended PeerClosed: ")).split(":")[1].split())
             assert got + lost == number + 1
-            assert min(got, lost) > 100, "both were tried"
+            assert min(got, lost) > 0, "both were tried"
