@@ -60,6 +60,17 @@ class RemoteAddress(msgspec.Struct, frozen=True, kw_only=True):
             return None
         return CurveKeys(public=self.client_public, secret=self.client_secret, server=self.server_key)
 
+    def check(self, *, encrypted: bool) -> None:
+        """Raise `HandleError` for damaged content, and without keys if ``encrypted``."""
+        for key in (self.server_key, self.client_public, self.client_secret):
+            if key is not None and len(key) != 40:
+                raise HandleError("not a handle: its keys are damaged")
+        for endpoint in (self.data, self.control):
+            if not endpoint.startswith("tcp://"):
+                raise HandleError(f"not a handle: {endpoint!r} is no TCP endpoint")
+        if encrypted and self.keys is None:
+            raise HandleError("the queue is not encrypted; this reader's options say secure=True")
+
     def __repr__(self) -> str:
         return f"<RemoteAddress {self.data}, {self.control}, ranks {self.ranks}, keys hidden>"
 

@@ -18,7 +18,7 @@ import msgspec
 
 from aioshm import AioshmError, MessageQueue, MessagesLost
 from aioshm.queue import Handle
-from aioshm.queue.remote import link
+from aioshm.queue.remote import source
 from aioshm.ring.layout import CHUNK_HEADER_BYTES, SLOT_HEADER_BYTES
 from aioshm.ring.mapping import address_of
 
@@ -90,7 +90,7 @@ async def sleep_before_attaching(handle: str, rank: str) -> None:
 
 async def attach_without_data(handle: str, rank: str) -> None:
     """Attach to a queue of another host, but never say that data comes through: the queue does not get ready."""
-    link.WriterLink.receive_data = lambda *_: None  # type: ignore[method-assign]
+    source.NetworkSource.receive_data = lambda *_: None  # type: ignore[method-assign]
     await _reader(handle, rank)
 
 

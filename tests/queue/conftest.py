@@ -12,4 +12,4 @@ def long_respite(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let remote readers close soon where the test's writer does not run, and so does not answer their goodbyes."""
-    monkeypatch.setattr("aioshm.queue.remote.link.GOODBYE_S", 0.1)
+    monkeypatch.setattr("aioshm.queue.remote.source.GOODBYE_S", 0.1)

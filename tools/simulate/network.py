@@ -162,13 +162,13 @@ class Connection:
 class ReaderSockets:
     """Stands for `aioshm.queue.remote.sockets.ReaderSockets`."""
 
-    def __init__(self, link: Any, remote: Any, _options: Any) -> None:
+    def __init__(self, source: Any, remote: Any, _options: Any) -> None:
         self.network = Network.current
-        self.process: Process = link._state.loop.process
+        self.process: Process = source._state.loop.process
         self.identity = b"\x01%015d" % next(_numbers)
         self.closed = False
         self.apart: set[str] = set()  # connections that cannot be made for now
-        self._reader = link
+        self._reader = source
         self._addresses = {"data": remote.data, "control": remote.control}
         now = self.network.world.now
         self.data_connection, self.control_connection = Connection(now), Connection(now)
@@ -244,7 +244,7 @@ class ReaderSockets:
 
     def hear(self, link: Link, packed: bytes) -> None:
         if not self.closed and self.control_connection.link is link:
-            self._reader.receive(packed)
+            self._reader.receive_control(packed)
 
     def look(self) -> None:
         """Do nothing: what comes is delivered at once."""

@@ -1,6 +1,6 @@
 """A queue with remote readers: who connects, is cut off, stops, dies, leaves, is replaced, and is too slow.
 
-Real: `RemoteReaders` with registry, admission, flow and windows; `WriterLink` with its window; both ends' messages.
+Real: `RemoteReaders` with registry, admission and windows; `NetworkSource` with its window; both ends' messages.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from aioshm.codec.frames import INLINE
+from aioshm.codec.registry import RawCodec
 from aioshm.config import Options
 from aioshm.errors import AioshmError, PeerClosed
 from aioshm.lifeline.protocol import ANY_RANK
 from aioshm.queue.handle import Handle
 from aioshm.queue.membership import Change, ReaderDied, ReaderJoined, ReaderLeft
 from aioshm.queue.registry import ReaderRegistry
-from aioshm.queue.remote import link, readers
+from aioshm.queue.remote import readers, source
 from aioshm.queue.remote.window import Missing
 from aioshm.queue.stats import Rates
 from aioshm.ring.layout import VERSION
@@ -36,11 +37,11 @@ def _now() -> float:
 def stand_in() -> None:
     """Have the modules use this clock and these sockets, in this process, for good."""
     patched: Any
-    for patched in (readers, link):
+    for patched in (readers, source):
         patched.monotonic = _now
     patched = readers
     patched.WriterSockets = WriterSockets
-    patched = link
+    patched = source
     patched.ReaderSockets = ReaderSockets
     patched.Poller = lambda *_: None
     patched.shortage = lambda *_: None
@@ -60,6 +61,8 @@ class EndState:
     def reopen(self) -> None:
         """Do nothing, as above."""
 
+    count_turn = reopen
+
     def interrupt(self) -> None:
         self.interrupt_reader()
 
@@ -77,9 +80,9 @@ class Reader:
         self.process = Process(world, f"reader {queue.count}")
         self.pace_s = pace_s
         self.state = EndState(self.process, queue.options)
-        remote = queue.handle.remote
-        assert remote is not None
-        self.link = link.WriterLink(self.state, queue.handle, remote, rank, slow, history)  # type: ignore[arg-type]
+        remote: Any = queue.handle.remote
+        state: Any = self.state
+        self.source = source.NetworkSource(state, queue.handle, remote, rank, RawCodec(), slow, history)
         self.troubled = rank == ANY_RANK
         self.taken: int | None = None  # what comes next
         self.lost = self.received = 0
@@ -89,24 +92,24 @@ class Reader:
         self.state.wake = self._look_soon
         self.state.interrupt_reader = self._interrupted
         self.refused = False
-        self.link.start(self.process.loop)
+        self.source.start(self.process.loop)
 
     @property
     def sockets(self) -> ReaderSockets:
-        return self.link.sockets  # type: ignore[return-value]
+        return self.source.sockets  # type: ignore[return-value]
 
     @property
     def reads(self) -> bool:
         """Whether it is there, as far as it knows."""
-        return self.process.alive and not self.left and self.link.gone is None and self.link.welcome is not None
+        return self.process.alive and not self.left and self.source.gone is None and self.source.welcome is not None
 
     @property
     def at(self) -> int:
         """The message that it takes next."""
-        return self.link.welcome.first if self.taken is None else self.taken  # type: ignore[union-attr]
+        return self.source.welcome.first if self.taken is None else self.taken  # type: ignore[union-attr]
 
     def _interrupted(self) -> None:
-        if self.link.gone is not None and self.link.welcome is None and not self.refused:
+        if self.source.gone is not None and self.source.welcome is None and not self.refused:
             self.refused = True
             self.loop_soon(self.leave)  # what its user does who gets the error
 
@@ -125,7 +128,7 @@ class Reader:
         self._looking = False
         if self.left:
             return
-        window = self.link.window
+        window = self.source.window
         for _ in range(self.world.chance.randint(1, 4)):
             if not window.ready:
                 break
@@ -134,8 +137,8 @@ class Reader:
             self._look_soon()
 
     def _take(self, message: Any) -> None:
-        check, window = self.world.check, self.link.window
-        welcome = self.link.welcome
+        check, window = self.world.check, self.source.window
+        welcome = self.source.welcome
         check(welcome is not None, f"{self.process.name} has a message before it was welcomed")
         if self.taken is None:
             self.taken = welcome.first  # type: ignore[union-attr]
@@ -151,15 +154,15 @@ class Reader:
             check(found == self.taken, f"{self.process.name} gets message {found} instead of {self.taken}")
             self.taken += 1
             self.received += 1
-        self.link.finished_one()
+        self.source.remove_first()
         check(window.taken == self.taken, f"{self.process.name} counts wrong")
 
     def leave(self) -> None:
         """Close it as its user does."""
-        self.left, self.given_up = True, self.link.gone
-        self.link.announce_close()
-        self.link.close()
-        self.world.loop.call_later(link.GOODBYE_S, self.sockets.close)
+        self.left, self.given_up = True, self.source.gone
+        self.source.announce_close()
+        self.source.close()
+        self.world.loop.call_later(source.GOODBYE_S, self.sockets.close)
 
     def crash(self) -> None:
         """Let its process die."""
@@ -302,9 +305,9 @@ class Queue:
                 self.world.note(f"rank {error.rank} is dismissed: {error}")
                 self.dismiss(error.rank)
             return
-        flow, size = self.transport.flow, self.world.chance.choice([8, 8, 60, 290])
-        if not flow.room(1, flow.window_bytes(size)):
-            blamed = flow.window.laggards()
+        transport, size = self.transport, self.world.chance.choice([8, 8, 60, 290])
+        if not transport.window.room(1, transport.window_bytes(size)):
+            blamed = transport.window.laggards()
             self.world.check(blamed, "there is no room, and nobody is to blame")
             if self.transport.evicts:
                 self.transport.evict_slow()  # also one whose place is held
@@ -313,9 +316,9 @@ class Queue:
                 self.dismiss(next(iter(self.held)))
             return
         body = self.seq.to_bytes(_BODY, "little") + bytes(size - _BODY)
-        flow.publish(flow.pack(INLINE, 1, self.seq, [body], [], size))
+        transport.publish(transport.pack(INLINE, 1, self.seq, [body], [], size))
         self.seq += 1
-        window = flow.window
+        window = transport.window
         self.world.check(window.seq == self.seq, "the window counts wrong")
         self.world.check(len(window) <= self.options.remote_window, f"the window holds {len(window)} messages")
         self.world.check(window.nbytes >= 0 and window._past_bytes >= 0, "the window holds less than nothing")
@@ -331,7 +334,7 @@ class Queue:
         self.registry.dismiss(rank)
         slot = self.registry.slots[rank]
         self.world.check(slot.trouble is None, f"rank {rank} is dismissed, and its death is still raised")
-        self.world.check(rank not in self.transport.flow.window.readers, f"rank {rank} is dismissed, and waited for")
+        self.world.check(rank not in self.transport.window.readers, f"rank {rank} is dismissed, and waited for")
 
     # What goes wrong
 
@@ -410,7 +413,7 @@ class Queue:
         self._replace(reader)
 
     def _replace(self, reader: Reader) -> None:
-        welcome = reader.link.welcome
+        welcome = reader.source.welcome
         rank = reader.wanted if welcome is None else welcome.rank
         if rank in self.ranks and (not self.registry.going or self.world.likely(0.8)):
             self.world.loop.call_later(self.world.between(0, self.timeout), self.come, rank)
@@ -432,7 +435,7 @@ class Queue:
                 there = writer.attached.get(reader.sockets.identity)
                 world.check(there is None, f"{reader.process.name} is dead, and still counted on")
                 continue
-            gone = reader.given_up if reader.left else reader.link.gone
+            gone = reader.given_up if reader.left else reader.source.gone
             if gone is not None and not (reader.troubled or reader.refused):
                 world.check(reader.slow == "evict", f"{reader.process.name} was given up for nothing: {gone()}")
         for reader in reading:
@@ -457,16 +460,16 @@ class Queue:
         writer.announce_close()
         await world.until(lambda: not writer.delivering, 4 * self.timeout, "the writer is closed")
         for reader in reading:
-            error: AioshmError | None = None if reader.link.gone is None else reader.link.gone()
+            error: AioshmError | None = None if reader.source.gone is None else reader.source.gone()
             known = isinstance(error, PeerClosed) or (reader.troubled and error is not None)
             world.check(known or reader.slow == "evict", f"{reader.process.name} ends with {error!r}")
-            if isinstance(error, PeerClosed) and not reader.link.left_behind:
+            if isinstance(error, PeerClosed) and not reader.source.left_behind:
                 name = reader.process.name
-                await world.until(lambda r=reader: not r.link.window.ready, 100, f"{name} takes what it has")  # type: ignore[misc]
+                await world.until(lambda r=reader: not r.source.window.ready, 100, f"{name} takes what it has")  # type: ignore[misc]
                 told = f"{name} is told that the queue is closed, and is at {reader.at} of {self.seq}"
                 world.check(reader.at == self.seq, told)
         for reader in self.readers:
-            reader.link.close()
+            reader.source.close()
             reader.sockets.close()
             reader.left = True
         self.process.die()
@@ -480,4 +483,4 @@ async def run(world: World) -> dict[str, int]:
     await queue.trouble(began + 4)
     await writing
     await queue.end()
-    return {"messages": queue.seq, "readers": queue.count, "resent": queue.transport.flow.resent}
+    return {"messages": queue.seq, "readers": queue.count, "resent": queue.transport.resent}

@@ -4,14 +4,14 @@
  * each may be cut at any moment, with all that is under way, CUTS times. Either process may die.
  *
  *     step here      queue/remote/window.py                              queue/remote/
- *     send           SendWindow.room, sent                               messages.py Flow
+ *     send           SendWindow.room, sent                               readers.py RemoteReaders.publish
  *     subscribed     SendWindow.connected                                readers.py RemoteReaders.subscribed
  *     resend         SendWindow.resend                                   RemoteReaders._handle
- *     acknowledge    SendWindow.acknowledged; ReceiveWindow.finished     link.py WriterLink._acknowledge
- *     arrived        ReceiveWindow.expects, arrived                      WriterLink.receive_data
+ *     acknowledge    SendWindow.acknowledged; ReceiveWindow.finished     source.py NetworkSource._acknowledge
+ *     arrived        ReceiveWindow.expects, arrived                      NetworkSource.receive_data
  *     marked         ReceiveWindow.marked, ask_again
- *     ask            ReceiveWindow.to_ask_for                            WriterLink._ask_for_missing
- *     introduce                                                          WriterLink._introduce
+ *     ask            ReceiveWindow.to_ask_for                            NetworkSource._ask_for_missing
+ *     introduce                                                          NetworkSource._introduce
  *
  * That a connection is down, or the other end dead, is found out in the end: by remote_timeout (RemoteReader.heard, _tick,
  * _check_writer). A writer that restarts has another topic and another window: it refuses its predecessor's reader, which takes

@@ -91,8 +91,7 @@ class Sender:
         if not self._core.passes():
             return False
         message = self.encode(obj)
-        flow = network.flow
-        has_room = flow.room(1, flow.window_bytes(message_bytes(message)))
+        has_room = network.window.room(1, network.window_bytes(message_bytes(message)))
         if has_room and self._publish(network, message):
             return None
         return message
@@ -159,39 +158,40 @@ class Sender:
 
     def put_raw(self, slot: Slot, nbytes: int) -> None:
         """Publish a claimed slot, of which the caller's block has filled ``nbytes``."""
-        network = self._network
         self._note_trace()
         outgoing = None
-        if network is not None and not network.flow.window.idle:
-            content = [bytes(slot.body[:nbytes])]
-            outgoing = network.flow.pack(RAW, 0, self._core.seq, content, (), nbytes, self._trace())
-            self._core.copied += nbytes
+        if self._has_remote_readers:
+            outgoing = self._packed(RAW, 0, [bytes(slot.body[:nbytes])], (), nbytes)
         self._ring.put_raw(slot, nbytes)
-        if network is not None:
-            if outgoing is None:
-                network.flow.window.skip()
-            else:
-                network.flow.publish(outgoing)
+        if self._network is not None:
+            self._network.publish(outgoing)
 
     def pack(self, message: Encoded) -> Outgoing | None:
-        """Return a copy of an encoded message for the network; None: there is no network."""
-        network = self._network
-        if network is None:
+        """Return a copy of an encoded message for the network; None: no remote reader needs the message."""
+        if not self._has_remote_readers:
             return None
         self._note_trace()
-        parts, buffers = parts_of(message)
-        size = message_bytes(message)
-        outgoing = network.flow.pack(INLINE, self._code, self._core.seq, parts, buffers, size, self._trace())
-        self._core.copied += size
+        return self._packed(INLINE, self._code, *parts_of(message), message_bytes(message))
+
+    @property
+    def _has_remote_readers(self) -> bool:
+        """Whether there are any, or may be some that ask for the history; later readers begin with later messages."""
+        return self._network is not None and not self._network.window.idle
+
+    def _packed(
+        self, kind: int, code: int, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], nbytes: int
+    ) -> Outgoing:
+        assert self._network is not None
+        outgoing = self._network.pack(kind, code, self._core.seq, parts, buffers, nbytes, self._trace())
+        self._core.copied += nbytes
         return outgoing
 
     def put_placed(self, slot: Slot, extent: Extent, placed: Placed, outgoing: Outgoing | None) -> None:
         """Publish a message in its place, and its `pack`, as `LocalReaders.put_placed`."""
-        network = self._network
         self._note_trace()
         self._ring.put_placed(slot, extent, placed, self._code)
-        if network is not None and outgoing is not None:
-            network.flow.publish(outgoing)
+        if self._network is not None:
+            self._network.publish(outgoing)
 
     def _publish(self, network: RemoteReaders, message: Encoded) -> bool:
         """Publish a message that the window has room for, or return False if the ring has none."""
@@ -203,20 +203,11 @@ class Sender:
             network_bytes = size
         elif not self._ring_has(message):
             return False
-        flow = network.flow
-        if not flow.window.readers and flow.window.idle:  # later readers begin with later messages
-            published = self._put(in_ring)
-            if published:
-                flow.window.skip()
-                self.network_bytes += network_bytes
-            return published
-        # Packing may fail, so it comes first: either all readers get the message, or none.
-        outgoing = self.pack(message)
-        assert outgoing is not None
+        outgoing = self.pack(message)  # first, as packing may fail: either all readers get the message, or none
         if not self._put(in_ring):
             return False
         self.network_bytes += network_bytes
-        flow.publish(outgoing)
+        network.publish(outgoing)
         return True
 
     def _put(self, message: Encoded) -> bool:
@@ -241,7 +232,7 @@ class Sender:
             runs = list(self._runs(layout, messages))
         if self._network is None:
             return runs
-        return [part for run in runs for part in self._network.flow.parts(run)]
+        return [part for run in runs for part in self._network.parts(run)]
 
     def _runs(self, layout: Layout, messages: list[Encoded]) -> Iterator[list[Encoded]]:
         """Divide messages into runs that the ring can hold, each as long as possible."""
@@ -275,14 +266,14 @@ class Sender:
             large = []
         nbytes = 0
         if self._network is not None:
-            nbytes = self._network.flow.window_bytes(*map(message_bytes, messages))
+            nbytes = self._network.window_bytes(*map(message_bytes, messages))
         return Need(max(1, len(messages)), large, nbytes)
 
     def need_of_bytes(self, nbytes: int) -> Need:
         """Return the room that a message of ``nbytes`` needs."""
         in_window = 0
         if self._network is not None:
-            in_window = self._network.flow.window_bytes(nbytes)
+            in_window = self._network.window_bytes(nbytes)
         return Need(1, self._ring.ring.large(nbytes), in_window)
 
     def has(self, need: Need) -> bool:
@@ -292,13 +283,13 @@ class Sender:
     def window_has(self, need: Need) -> bool:
         """Return whether `remote_window` has room; evict remote readers that are too slow."""
         network = self._network
-        if network is None or network.flow.room(need.slots, need.nbytes):
+        if network is None or network.window.room(need.slots, need.nbytes):
             return True
-        return network.evict_slow() and network.flow.room(need.slots, need.nbytes)
+        return network.evict_slow() and network.window.room(need.slots, need.nbytes)
 
     async def wait(self, need: Need, deadline: float | None) -> None:
         """Wait for progress of the readers that leave no room; call again while room is missing."""
-        if self._network is None or self._network.flow.room(need.slots, need.nbytes):
+        if self._network is None or self._network.window.room(need.slots, need.nbytes):
             await self._wait_for_ring(need, deadline)
         else:
             await self._wait_for_window(self._network, need, deadline)
@@ -367,7 +358,9 @@ class Sender:
     def _window_is_full(self, need: Need) -> bool:
         """Return whether the window lacks room for any message, or the ring has room and so the window lacks it."""
         network = self._network
-        return network is not None and (not network.flow.room(need.slots, 0) or self._ring.free(need.slots, need.large))
+        return network is not None and (
+            not network.window.room(need.slots, 0) or self._ring.free(need.slots, need.large)
+        )
 
     def _laggards(self, need: Need) -> str:
         """Name the readers that messages have to wait for."""

@@ -377,13 +377,8 @@ class Writer(Closable):
         )
         if network is None:
             return stats
-        flow = network.flow
-        return msgspec.structs.replace(
-            stats,
-            kept=len(flow.window),
-            kept_bytes=flow.window.nbytes,
-            resent=flow.resent,
-        )
+        window = network.window
+        return msgspec.structs.replace(stats, kept=len(window), kept_bytes=window.nbytes, resent=network.resent)
 
     # Closing
 

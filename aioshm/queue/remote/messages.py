@@ -1,25 +1,27 @@
-"""Messages of remote queues: at the writer encoded, kept and sent again; at the reader joined from parts."""
+"""Messages of remote queues: packed by the writer; joined from parts and decoded by the reader."""
 
 from __future__ import annotations
 
 import mmap
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Self
+from typing import Any, Self
 
 import msgspec
 
-from aioshm.codec import Encoded
-from aioshm.codec.base import OwnMemory
-from aioshm.codec.frames import HEADER, message_bytes, write_body
-from aioshm.config import Options
+from aioshm.codec import Codec, cannot_decode, loads_of, view_of
+from aioshm.codec.base import OwnMemory, own_copy
+from aioshm.codec.frames import HEADER, INLINE, RAW, split_body, write_body
+from aioshm.errors import CodecError, SharedMemoryError
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.window import Outgoing, SendWindow
-from aioshm.ring.layout import TRACE_BYTES
+from aioshm.queue.remote.window import Outgoing
+from aioshm.queue.tracing import NO_TRACE, is_trace
+from aioshm.ring.layout import TRAIL
 
-if TYPE_CHECKING:
-    from aioshm.queue.remote.sockets import WriterSockets
+COPY_BYTES = 16 * 1024
+"""Longer messages are decoded in place."""
 
 
 class MessageMemory(mmap.mmap, OwnMemory):
@@ -64,57 +66,13 @@ def pack(
     return Outgoing(header, body)
 
 
-class Flow:
-    """Sends messages to remote readers, within the window."""
-
-    pack = staticmethod(pack)
-
-    def __init__(self, sockets: WriterSockets, topic: bytes, options: Options) -> None:
-        self._sockets = sockets
-        self._topic = topic
-        self._everyone = wire.address(topic)
-        self.window: SendWindow = SendWindow(options.remote_window, options.remote_window_bytes, options.remote_history)
-        self.resent: int = 0
-        self._head_bytes = wire.HEAD_BYTES + TRACE_BYTES * options.trace_context
-
-    def room(self, messages: int, nbytes: int) -> bool:
-        """Return whether there is room for so many more messages."""
-        return self.window.room(messages, nbytes)
-
-    def window_bytes(self, *sizes: int) -> int:
-        """Return the most bytes of the window that messages of these sizes take."""
-        return sum(sizes) + self._head_bytes * len(sizes)
-
-    def parts(self, messages: list[Encoded]) -> list[list[Encoded]]:
-        """Divide messages into runs that fit an empty window."""
-        parts = []
-        while messages:
-            sizes = [self.window_bytes(message_bytes(message)) for message in messages]
-            count = self.window.part(sizes)
-            parts.append(messages[:count])
-            messages = messages[count:]
-        return parts
-
-    def publish(self, message: Outgoing) -> None:
-        """Send the next message to every reader."""
-        self.window.sent(message)
-        if self.window.readers:
-            self._transmit(self._everyone, message)
-
-    def resend(self, rank: int, first: int) -> None:
-        """Send the messages from ``first`` on to one reader again; raise `WireError` if it was never sent."""
-        address = wire.address(self._topic, rank)
-        for message in self.window.resend(rank, first):
-            self.resent += 1
-            self._transmit(address, message)
-
-    def _transmit(self, address: bytes, message: Outgoing) -> None:
-        for head, body in wire.parts(address + message.head, message.body):
-            self._sockets.publish(head, body)
-
-
 class Assembly:
-    """Joins the parts of a message, which arrive in order; a new connection begins an incomplete message again."""
+    """Joins the parts of a message, which arrive in order; a new connection begins an incomplete message again.
+
+    Raises:
+        WireError: The message is larger than ``max_bytes``.
+        SharedMemoryError: There is no memory for the message.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -123,12 +81,21 @@ class Assembly:
         self._filled = 0
 
     def add(self, part: wire.Data) -> wire.Data | None:
-        """Add the next part; return the message when complete. Raise `WireError` above the limit."""
+        """Add the next part; return the message when complete."""
         if part.offset == 0:
             self.clear()
+            if len(part.body) == part.total:
+                return part
             if part.total > self._max_bytes:
                 raise wire.WireError(f"a message of {part.total} bytes, more than {self._max_bytes}")
-            self._memory = MessageMemory(part.total)
+            try:
+                self._memory = MessageMemory(part.total)
+            except OSError as error:
+                text = (
+                    f"message {part.seq} of {part.total} bytes does not fit into memory: raise the limits of this "
+                    "process (ulimit -v) or of its container (memory)"
+                )
+                raise SharedMemoryError(error.errno, text) from None
             self._seq = part.seq
         memory = self._memory
         if memory is None or (part.seq, part.offset, part.total) != (self._seq, self._filled, len(memory)):
@@ -145,3 +112,59 @@ class Assembly:
         """Drop an incomplete message."""
         self._memory = None
         self._filled = 0
+
+
+class Decoder:
+    """Decodes received messages, and remembers the trace contexts of the latest."""
+
+    def __init__(self, codec: Codec, *, traced: bool) -> None:
+        self._codec = codec
+        self._loads = loads_of(codec)
+        self._view = view_of(codec)
+        self._trail: deque[bytes] = deque(maxlen=TRAIL if traced else 0)
+        self._noted = -1  # number of the message whose trace context was remembered last
+
+    def decode(self, data: wire.Data) -> Any:
+        """Return a message's object, or raise `CodecError`."""
+        if data.kind == RAW:
+            return bytearray(data.body)
+        self._check_codec(data)
+        if data.n_buffers or data.main_bytes > COPY_BYTES:
+            main, buffers = split_body(data.body, data.n_buffers, data.main_bytes)
+            return self._codec.decode(main, buffers)
+        try:
+            return self._loads(bytes(data.body))
+        except Exception as error:
+            raise cannot_decode(error, self._codec.name) from error
+
+    def view(self, data: wire.Data) -> Any:
+        """Return a message's object, decoded in place and read-only, or raise `CodecError`."""
+        body = data.body
+        if data.n_buffers:
+            body = memoryview(own_copy(body))  # ZeroMQ's memory may be unaligned
+        body = body.toreadonly()
+        if data.kind == RAW:
+            return body
+        self._check_codec(data)
+        main, buffers = split_body(body, data.n_buffers, data.main_bytes)
+        return self._view(main, buffers)
+
+    def _check_codec(self, data: wire.Data) -> None:
+        if data.kind != INLINE or data.codec != self._codec.code:
+            raise CodecError(
+                f"message {data.seq} has codec {data.codec}, the queue has {self._codec.code} ({self._codec.name!r})"
+            )
+
+    def note_trace(self, data: wire.Data) -> bool:
+        """Remember a message's trace context, once; return whether it is garbled."""
+        if self._noted == data.seq:
+            return False
+        self._noted = data.seq
+        trace = data.trace or NO_TRACE
+        garbled = trace != NO_TRACE and not is_trace(trace)
+        self._trail.append(NO_TRACE if garbled else trace)
+        return garbled
+
+    def traces(self, most: int) -> list[bytes]:
+        """Return the trace contexts of the latest messages, the latest last."""
+        return list(self._trail)[-most:] if most else []

@@ -11,7 +11,8 @@ import secrets
 from time import monotonic
 from typing import Any
 
-from aioshm.codec.frames import HEADER
+from aioshm.codec import Encoded
+from aioshm.codec.frames import HEADER, message_bytes
 from aioshm.config import SLOW_READER, Options
 from aioshm.errors import HandleError, NoPlaceVacant
 from aioshm.lifeline.protocol import ANY_RANK
@@ -20,9 +21,10 @@ from aioshm.queue.handle import RemoteAddress
 from aioshm.queue.names.identity import Identity
 from aioshm.queue.registry import ReaderRegistry, ReaderSlot
 from aioshm.queue.remote import wire
-from aioshm.queue.remote.messages import Flow
+from aioshm.queue.remote.messages import pack
 from aioshm.queue.remote.sockets import WriterSockets
-from aioshm.ring.layout import VERSION
+from aioshm.queue.remote.window import Outgoing, SendWindow
+from aioshm.ring.layout import TRACE_BYTES, VERSION
 from aioshm.wait.limits import seconds
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")
@@ -73,6 +75,7 @@ class RemoteReaders:
     """The transport of remote readers; the queue becomes ready without readers of ``extra`` ranks."""
 
     kind = "remote"
+    pack = staticmethod(pack)
 
     def __init__(
         self,
@@ -94,7 +97,9 @@ class RemoteReaders:
         self._patience = options.stall_warning_s
         self.topic: bytes = secrets.token_bytes(wire.SECRET_BYTES)
         self.sockets: WriterSockets = WriterSockets(ip, self.topic, options, len(ranks), identity)
-        self.flow: Flow = Flow(self.sockets, self.topic, options)
+        self.window: SendWindow = SendWindow(options.remote_window, options.remote_window_bytes, options.remote_history)
+        self.resent: int = 0  # messages sent again
+        self._head_bytes = wire.HEAD_BYTES + TRACE_BYTES * options.trace_context
         self.attached: dict[bytes, RemoteReader] = {}  # by identity
         self.gone: dict[bytes, str] = {}  # by identity: why the latest detached readers are gone
         self.evicts: bool = False  # some reader has asked to be evicted when too slow
@@ -140,10 +145,41 @@ class RemoteReaders:
         """Return the attached readers."""
         return list(self.attached.values())
 
+    # Messages
+
+    def window_bytes(self, *sizes: int) -> int:
+        """Return the most bytes of the window that messages of these sizes take."""
+        return sum(sizes) + self._head_bytes * len(sizes)
+
+    def parts(self, messages: list[Encoded]) -> list[list[Encoded]]:
+        """Divide messages into runs that fit an empty window."""
+        parts = []
+        while messages:
+            count = self.window.part([self.window_bytes(message_bytes(message)) for message in messages])
+            parts.append(messages[:count])
+            messages = messages[count:]
+        return parts
+
+    def publish(self, message: Outgoing | None) -> None:
+        """Send the next message to every reader; None: only count the message."""
+        self.window.sent(message)
+        if message is not None and self.window.readers:
+            self._transmit(wire.EVERYONE, message)
+
+    def _resend(self, rank: int, first: int) -> None:
+        """Send the messages from ``first`` on to one reader again; raise `WireError` if it was never sent."""
+        for message in self.window.resend(rank, first):
+            self.resent += 1
+            self._transmit(rank, message)
+
+    def _transmit(self, rank: int, message: Outgoing) -> None:
+        for head, body in wire.parts(wire.address(self.topic, rank) + message.head, message.body):
+            self.sockets.publish(head, body)
+
     # The registry's transport
 
     def progress(self, slot: ReaderSlot) -> tuple[int, int]:
-        window = self.flow.window
+        window = self.window
         return window.readers.get(slot.rank, window.seq), window.seq
 
     def condition(self, _slot: ReaderSlot) -> str:
@@ -159,7 +195,7 @@ class RemoteReaders:
         """Do nothing: the window keeps unacknowledged messages."""
 
     def drop(self, slot: ReaderSlot) -> None:
-        self.flow.window.leave(slot.rank)
+        self.window.leave(slot.rank)
 
     def evict(self, slot: ReaderSlot, reader: Any, *, dismissed: bool) -> None:
         why = wire.DISMISSED if dismissed else wire.TOO_SLOW
@@ -185,7 +221,7 @@ class RemoteReaders:
     def subscribed(self, rank: int) -> None:
         """Send the mark that begins a reader's new data connection."""
         if rank in self.ranks:
-            window = self.flow.window
+            window = self.window
             window.connected(rank)
             mark = HEADER.pack(wire.MARK, 0, 0, 0, window.seq, 0, 0)
             self.sockets.publish(wire.address(self.topic, rank) + mark)
@@ -211,10 +247,10 @@ class RemoteReaders:
         if isinstance(message, wire.Hello):
             self._welcome(reader, message)
         elif isinstance(message, wire.Acknowledge):
-            if self.flow.window.acknowledged(reader.rank, message.consumed):
+            if self.window.acknowledged(reader.rank, message.consumed):
                 self.registry.changed()
         elif isinstance(message, wire.Resend):
-            self.flow.resend(reader.rank, message.first)
+            self._resend(reader.rank, message.first)
         elif isinstance(message, wire.Finished):
             reader.finished = True
             self.sockets.send(reader.identity, wire.Left())
@@ -286,7 +322,7 @@ class RemoteReaders:
         return reader.spoke < reader.asked and now - reader.asked < self.timeout_s
 
     def _admit(self, identity: bytes, hello: wire.Hello, slot: ReaderSlot) -> None:
-        window = self.flow.window
+        window = self.window
         first = window.readers[slot.rank] if slot.held else window.join(slot.rank, hello.history)
         reader = RemoteReader(identity, hello, slot, first)
         self.attached[identity] = reader
@@ -306,7 +342,7 @@ class RemoteReaders:
             if self.registry.going:
                 self.sockets.send(reader.identity, wire.Go())
         if self.closing:
-            self.sockets.send(reader.identity, wire.Closing(self.flow.window.seq))
+            self.sockets.send(reader.identity, wire.Closing(self.window.seq))
         self.registry.changed()
 
     # Silent readers
@@ -323,7 +359,7 @@ class RemoteReaders:
         for reader in self.readers():
             # A reader that does not run its loop is silent but lives, as long as ZeroMQ answers heartbeats in its
             # process. A dead connection takes up to half of the timeout to fail, so it extends the time by half.
-            message = wire.Closing(self.flow.window.seq) if self.closing else wire.Tick()
+            message = wire.Closing(self.window.seq) if self.closing else wire.Tick()
             if self.sockets.send(reader.identity, message):
                 reader.heard = max(reader.heard, now - self.timeout_s / 2)
             silent_since = max(reader.spoke, self._closing_since) if self.closing else reader.heard
@@ -354,7 +390,7 @@ class RemoteReaders:
 
     def laggards(self) -> list[str]:
         """Return the names of readers that the window waits for."""
-        return [self.registry.slots[rank].name for rank in self.flow.window.laggards()]
+        return [self.registry.slots[rank].name for rank in self.window.laggards()]
 
     def evict_slow(self) -> bool:
         """Evict readers that are too slow for a full window; return whether there were any."""
@@ -366,7 +402,7 @@ class RemoteReaders:
         return bool(overdue)
 
     def _overdue(self, now: float) -> list[ReaderSlot]:
-        window = self.flow.window
+        window = self.window
         laggards = window.laggards()
         overdue = []
         stuck = {}
@@ -394,7 +430,7 @@ class RemoteReaders:
         self._closing_since = monotonic()
         self._report_at = self._closing_since + self._patience
         for reader in self.readers():
-            self.sockets.send(reader.identity, wire.Closing(self.flow.window.seq))
+            self.sockets.send(reader.identity, wire.Closing(self.window.seq))
         self._close_if_delivered()
 
     async def wait_closed(self) -> None:

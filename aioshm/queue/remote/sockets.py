@@ -30,8 +30,8 @@ from aioshm.zeromq.zap import ZapAuthenticator, require_zap
 
 if TYPE_CHECKING:
     from aioshm.queue.names.identity import Identity
-    from aioshm.queue.remote.link import WriterLink
     from aioshm.queue.remote.readers import RemoteReaders
+    from aioshm.queue.remote.source import NetworkSource
 
 PORT_PATIENCE_S = 0.5
 """How long a writer retries to bind the ports of its identity: the system may have assigned one to an outgoing
@@ -165,8 +165,8 @@ class ReaderSockets:
         OSError: The endpoints are malformed.
     """
 
-    def __init__(self, link: WriterLink, remote: RemoteAddress, options: Options) -> None:
-        self._link = link
+    def __init__(self, source: NetworkSource, remote: RemoteAddress, options: Options) -> None:
+        self._source = source
         # Two sockets with two monitors each, and a connection.
         self._sockets = Sockets("a remote reader", count=6, connections=2)
         loop = asyncio.get_running_loop()
@@ -174,7 +174,7 @@ class ReaderSockets:
             self._data = DataSubscriber(
                 self._sockets,
                 remote.data,
-                link.receive_data,
+                source.receive_data,
                 curve=remote.keys,
                 silence_s=options.remote_timeout,
                 max_frame_bytes=wire.MAX_FRAME_BYTES,
@@ -204,6 +204,11 @@ class ReaderSockets:
     @property
     def closed(self) -> bool:
         return self._sockets.closed
+
+    @property
+    def reconnects(self) -> int:
+        """How many connections were lost and restored."""
+        return max(0, self.data_connection.connections - 1) + max(0, self.control_connection.connections - 1)
 
     def subscribe(self, topics: Sequence[bytes]) -> None:
         """Receive messages that begin with these bytes."""
@@ -242,14 +247,14 @@ class ReaderSockets:
 
     def _receive(self, frames: list[bytes]) -> None:
         if len(frames) == 1:
-            self._link.receive(frames[0])
+            self._source.receive_control(frames[0])
 
     def _look_at_connections(self) -> None:
         # Read first: messages that arrived before the end of a connection are available when the monitor reports it.
         self.look()
         self._control.run()
         if not self._sockets.closed and (self.data_connection.changed() | self.control_connection.changed()):
-            self._link.check_connections()
+            self._source.check_connections()
 
 
 class WriterSockets:

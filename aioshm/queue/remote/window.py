@@ -74,13 +74,11 @@ class SendWindow:
         """True without readers and without a history: messages are only counted."""
         return not self.readers and not self._history
 
-    def skip(self) -> None:
-        """Count the next message, while the window is idle."""
+    def sent(self, message: Outgoing | None) -> None:
+        """Keep the next message, in the history if there are no readers; None, while idle: only count the message."""
         self.seq += 1
-
-    def sent(self, message: Outgoing) -> None:
-        """Keep the next message, in the history if there are no readers."""
-        self.seq += 1
+        if message is None:
+            return
         if self.readers:
             self._kept.append(message)
             self.nbytes += message.nbytes
@@ -180,6 +178,7 @@ class ReceiveWindow:
     held: bool = False  # a block uses the first message
     next: int = 0  # number of the first message that has not arrived
     taken: int = 0  # number of the first message that has not been consumed
+    nbytes: int = 0  # of the consumed messages
     ready: deque[tuple[wire.Data | Missing, int]] = field(default_factory=deque)  # each message with its size
     end: int | None = None  # number behind the last message of a closing writer
     _known: int = 0  # messages below were sent before the latest data, and arrive only if the reader asks
@@ -257,6 +256,7 @@ class ReceiveWindow:
         """Remove the first message, which was consumed."""
         message, nbytes = self.ready.popleft()
         self._ready_bytes -= nbytes
+        self.nbytes += nbytes
         self.taken = message.last + 1 if isinstance(message, Missing) else self.taken + 1
         if not self.skips:
             self._unacknowledged_bytes += nbytes

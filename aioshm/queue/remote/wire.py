@@ -212,7 +212,7 @@ class Wait(Control):
 
 
 # Reasons of `Refused`
-TOO_SLOW = "it was too slow"
+TOO_SLOW = "too slow: the queue goes on without this reader; a larger remote_window allows longer pauses"
 DISMISSED = "the writer has dismissed this reader"
 
 

@@ -204,6 +204,6 @@ async def test_remote_writer_whose_loop_has_stopped_waits_for_a_silent_reader_fo
         await ready
         await asyncio.to_thread(there.run, writer.enqueue("never acknowledged"))
         await asyncio.to_thread(there.stop)
-        reader.end.source.link.receive = lambda _: None  # type: ignore[union-attr]  # as if its loop were held up
+        reader.end.source.receive_control = lambda _: None  # type: ignore[union-attr]  # as if its loop were held up
         await asyncio.wait_for(writer.aclose(), 10)
         assert writer.end.state.dismantled

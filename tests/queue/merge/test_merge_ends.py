@@ -94,7 +94,7 @@ class TestAttaching:
 
     async def test_a_remote_one_whose_address_is_malformed_is_reported(self) -> None:
         async with queues(1, 1, ready=False) as (writers, readers):
-            readers[1].end.source.link.start = _refuse  # type: ignore[attr-defined]
+            readers[1].end.source.start = _refuse  # type: ignore[attr-defined]
             merged = merge(readers, errors="yield")
             rank, error = await anext(merged)
             assert (rank, str(error), merged.failed) == (1, "not a handle: no such thing", {1: error})
@@ -198,7 +198,7 @@ class TestDamage:
         async with queues(1, 1) as (writers, readers):
             merged = merge(readers, errors=errors)
             waiting = await asleep(merged)
-            readers[1].end.source.link.window.lose(2)  # type: ignore[attr-defined]
+            readers[1].end.source.window.lose(2)  # type: ignore[attr-defined]
             for number in range(4):
                 await writers[1].enqueue(number)
             rank, error = await outcome(waiting)

@@ -86,7 +86,7 @@ async def test_message_whose_connection_ends_between_its_parts_comes_whole(how: 
                     before = data.connections
                     receiving = asyncio.ensure_future(reader.dequeue(60))
                     await writer.enqueue({"number": number, "array": array(number, 4 << 20)})
-                    link: Any = reader.end.source.link
+                    link: Any = reader.end.source
                     await until(lambda link=link: link._assembly._filled > 0, "the first part")
                     if how == "truncate":
                         data.truncate()
@@ -109,7 +109,7 @@ async def test_writer_that_dies_amid_a_message_leaves_its_reader_without_the_mes
                 await writer.enqueue("whole")
                 data.delay_s = 0.01
                 await writer.enqueue(array(3, 4 << 20))
-                link: Any = reader.end.source.link
+                link: Any = reader.end.source
                 await until(lambda: link._assembly._filled > 0, "the first part")
                 for proxy in (data, control):
                     proxy.refusing = True

@@ -291,7 +291,7 @@ async def test_what_a_closed_writer_cannot_deliver_is_named() -> None:
         data.stall()  # what has arrived in the proxy already may or may not pass
         await writer.enqueue_many(range(5, 10))
         closing = asyncio.ensure_future(writer.aclose())
-        await until(lambda: reader.end.source.link.window.end == 10)  # type: ignore[attr-defined]
+        await until(lambda: reader.end.source.window.end == 10)  # type: ignore[attr-defined]
         for proxy in (data, control):
             proxy.refusing = True
             proxy.cut()

@@ -31,7 +31,7 @@ from aioshm import (
     ReaderJoined,
     ReaderLeft,
 )
-from aioshm.queue.remote import link, readers, wire
+from aioshm.queue.remote import readers, source, wire
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -232,7 +232,7 @@ class TestClosing:
 
 
 async def test_reader_that_is_not_admitted_yet_closes_without_delay(monkeypatch: Any) -> None:
-    monkeypatch.setattr(link, "GOODBYE_S", 60.0)
+    monkeypatch.setattr(source, "GOODBYE_S", 60.0)
     async with ready_ends(0, 1) as (writer, _):
         network: Any = writer.end.network  # type: ignore[union-attr]
         monkeypatch.setattr(network, "answer", lambda *_: wire.Wait("the answer of another reader"))
@@ -253,7 +253,7 @@ async def test_newcomer_to_a_full_queue_of_many_readers_is_refused() -> None:
 
 async def test_newcomer_is_refused_where_the_reader_that_has_the_rank_does_not_answer_in_time(monkeypatch: Any) -> None:
     async with ready_ends(0, 1, remote_timeout=0.6) as (writer, (reader,)):
-        monkeypatch.setattr(reader.end.source.link, "receive", lambda _: None)  # as if its loop were held up
+        monkeypatch.setattr(reader.end.source, "receive_control", lambda _: None)  # as if its loop were held up
         async with MessageQueue.create_from_handle(writer.export_handle(), 0) as newcomer:
             with pytest.raises(HandleError, match="rank 0 is taken by"):
                 await newcomer.wait_until_ready(10)

@@ -23,7 +23,7 @@ from remotes import ready_ends
 from aioshm import HandleError, MessageQueue, Options, UnsafePayload
 from aioshm.codec.frames import HEADER
 from aioshm.queue import Handle
-from aioshm.queue.remote import link, wire
+from aioshm.queue.remote import source, wire
 from aioshm.ring.layout import VERSION
 from aioshm.zeromq.hosts import own_address
 from tools.campaign.attackers import RAW
@@ -178,7 +178,7 @@ async def test_without_encryption_a_stranger_gets_nothing_and_changes_nothing(
 async def test_a_reader_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     version = VERSION + 1
     async with ready_ends(0, 1) as (writer, _):
-        monkeypatch.setattr(link, "VERSION", version)
+        monkeypatch.setattr(source, "VERSION", version)
         with pytest.raises(HandleError, match=f"speaks version {VERSION}, not {version}: both ends need the same"):
             async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
                 await reader.wait_until_ready(10)

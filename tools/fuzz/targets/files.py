@@ -20,7 +20,6 @@ from aioshm.errors import HandleError, IdentityError
 from aioshm.queue.handle import Handle, RemoteAddress, as_handle
 from aioshm.queue.names import identity as identities
 from aioshm.queue.names.registry import NamedWriters, Registration
-from aioshm.queue.remote import link
 from aioshm.ring.layout import VERSION
 from tools.fuzz.target import Target, attempt
 
@@ -63,7 +62,7 @@ def handles(data: bytes) -> None:
     attempt(HandleError, handle.check_version)
     attempt(HandleError, handle.check_local)
     if (remote := handle.remote) is not None:
-        attempt(HandleError, lambda: link._check(remote, encrypted=False))
+        attempt(HandleError, lambda: remote.check(encrypted=False))
     assert len(repr(handle)) < 1000 + len(handle.label)
 
 
