@@ -131,10 +131,6 @@ class Source(Closable):
     def settle(self) -> None:
         """Release the slot of the latest lease, if the slot is still held, so that the writer can use it again."""
 
-    def quick(self) -> Callable[[], Any]:
-        """Return `receive`, or a variant without polling sockets; the reader must be ready."""
-        return self.receive
-
     def lost(self) -> AioshmError:
         """Return the error if the writer is gone and the next message arrived only in part."""
         raise NotImplementedError

@@ -74,7 +74,7 @@ class Reader(Closable):
         state = self.state
         began = monotonic()
         self.start_attaching()
-        stall = self._inquiry()
+        stall = self.inquiry()
         try:
             while not state.ready:
                 self._check_attaching()
@@ -304,7 +304,7 @@ class Reader(Closable):
             return
         stall = None
         if not indefinite:
-            stall = self._inquiry()
+            stall = self.inquiry()
         try:
             await settle(state.news(), deadline=deadline, cancel=cancel, stall=stall)
         except TimeoutError:
@@ -321,7 +321,7 @@ class Reader(Closable):
 
     # Reporting
 
-    def _inquiry(self) -> Stall:
+    def inquiry(self) -> Stall:
         """Return a stall report that first asks the writer whether its event loop runs."""
         return self.state.stall(
             lambda waited_s: self.source.report_waiting(waited_s),  # the source may be another one by then
@@ -332,7 +332,7 @@ class Reader(Closable):
         """Return the stall report of a wait for a message, continued from an earlier call."""
         stall = self._stall
         if stall is None or (stall.reported and self._stalled_at != progress):
-            stall = self._stall = self._inquiry()
+            stall = self._stall = self.inquiry()
         elif self._stalled_at == progress:
             stall.resume()
         else:

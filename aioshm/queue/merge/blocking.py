@@ -15,7 +15,7 @@ from aioshm.process.loop_thread import LoopThread, shared_loop
 from aioshm.queue.blocking.end import BlockingEnd, check_thread
 from aioshm.queue.blocking.queue import MessageQueue
 from aioshm.queue.merge import stream
-from aioshm.queue.merge.round import (
+from aioshm.queue.merge.place import (
     Errors,
     Place,
     SharedSleep,
@@ -121,14 +121,14 @@ class _Merging(stream.Merged[Any]):
         return place.rank, None
 
     def _look_again_at(self, entered: Sequence[Place]) -> float | None:
-        if len(entered) == len(self._round.running):
+        if len(entered) == len(self._running):
             return None
         return monotonic() + TAKEN_S
 
     def _poller_of(self, policy: Policy) -> Poller:
         assert self._loop is not None
         doorbells: list[Doorbell] = []
-        for place in self._round.running:
+        for place in self._running:
             doorbell = place.reader.source.doorbell
             if place.ring is not None and doorbell is not None:
                 doorbells.append(doorbell)
@@ -149,8 +149,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
         self._raises = errors == "raise"
         self._found: list[tuple[int, AioshmError]] = []  # errors to deliver
         self._merging = _Merging(readers, self._found)
-        self._round = self._merging._round
-        self.failed: dict[int, AioshmError] = self._round.failed
+        self.failed: dict[int, AioshmError] = self._merging.failed
         self._budget = LOOK_EVERY
         self._closed = False
         self._waiting: set[int] = set()  # threads that wait in this merge
@@ -205,20 +204,22 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
                 found = self._found[0]
                 del self._found[0]
                 return self._deliver_error(*found)
-            running = self._round.running
+            running = tuple(self._merging._running)
             if not running:
                 break
             self._budget -= 1
             polled = running if self._budget > 0 else ()
-            for _, place in zip(polled, self._round.order, strict=False):
+            for place in polled:
                 assert isinstance(place, _Place)
                 undelivered = place.held.undelivered
                 if not undelivered:
                     try:
                         place.held.receive_now(1)
                     except AioshmError as error:
+                        self._merging._begin_behind(place)
                         return self._deliver_error(place.rank, error)
                 if undelivered:
+                    self._merging._begin_behind(place)
                     # No call from here to the return: see `MessageQueue.dequeue`.
                     obj = undelivered[0]
                     del undelivered[0]
@@ -234,7 +235,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
             raise ranked(error, rank)
         return rank, error
 
-    def _wait(self, running: list[Place]) -> None:
+    def _wait(self, running: Sequence[Place]) -> None:
         """Wait on the background loop for a message or an error."""
         loop = self._own_loop()
         me = get_ident()
@@ -277,7 +278,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
             self.close()
 
     def __repr__(self) -> str:
-        return f"<blocking {type(self).__name__} of {len(self._round.running)} queues>"
+        return f"<blocking {type(self).__name__} of {len(self._merging._running)} queues>"
 
 
 _KIND = "an aioshm.blocking.MessageQueue"

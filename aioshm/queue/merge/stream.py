@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from time import monotonic, monotonic_ns
 from typing import Any, Self
 
 from aioshm.closing import AsyncClosing
 from aioshm.codec import T
-from aioshm.config import Options
-from aioshm.errors import AioshmError, HandleError, QueueClosed, RoleError
+from aioshm.errors import AioshmError, EndClosed, HandleError, QueueClosed, RoleError
 from aioshm.queue.api import MessageQueue
 from aioshm.queue.base import QueueBase
-from aioshm.queue.merge.round import (
+from aioshm.queue.merge.place import (
     Errors,
     Place,
-    Round,
     SharedSleep,
     check_errors,
     check_rank,
@@ -33,7 +32,7 @@ from aioshm.queue.merge.round import (
 from aioshm.queue.state import YIELD_AFTER_MESSAGES, YIELD_AFTER_NS, CallLock
 from aioshm.ring.cores import EMPTY, SLOW_PATH
 from aioshm.wait.cpus import policy_for
-from aioshm.wait.limits import Stall
+from aioshm.wait.limits import MIN_PAUSE_S, Stall
 from aioshm.wait.policy import Policy
 from aioshm.wait.poller import Poller
 
@@ -80,19 +79,20 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
     def __init__(self, readers: Mapping[int, QueueBase[T]], errors: Errors = "raise") -> None:
         self._raises = errors == "raise"
+        self.failed: dict[int, AioshmError] = {}
         self._shared = SharedSleep()
-        places = [self._place(rank, queue) for rank, queue in readers.items()]
-        options = [place.reader.state.options for place in places] or [Options()]
-        self._round = Round(places, options[0].stall_warning_s, monotonic())
-        self.failed: dict[int, AioshmError] = self._round.failed
+        # By rank, with the queues that have ended.
+        self._places = {rank: self._place(rank, queue) for rank, queue in readers.items()}
+        # The queues that have not ended: each has its turn before any has another.
+        self._running: deque[Place] = deque(self._places.values())
+        self._closed = False
         self._turn = 0
         self._turn_ends_ns = 0
         self._spin_ns = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = CallLock()
-        self._count = 0  # messages of all rings
-        self._newest_ns = 0
         self._changed = False  # a queue was added or removed since the call locks were acquired
+        self._silent_at = monotonic()  # when to check for silent queues
 
     def _place(self, rank: int, queue: QueueBase[Any]) -> Place:
         return Place(rank, queue, self._shared)
@@ -118,11 +118,20 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
     def add_checked(self, rank: int, queue: QueueBase[T]) -> None:
         """Add a reader of either API."""
         self._check_here()
+        if self._closed:
+            raise EndClosed("this merge was closed: merge the readers anew")
+        for other in self._running:
+            if other.rank == rank:
+                taken = f"rank {rank} is taken by {other.reader!r}"
+                raise ValueError(f"{taken}: take another one, or remove({rank}) first")
+            if other.reader is queue.end:
+                raise ValueError(f"{other.reader!r} is there already, as rank {other.rank}")
         place = self._place(rank, queue)
-        self._round.check_addition(rank, place.reader)
         if self._loop is not None:
             place.start()
-        self._round.add(place, monotonic())
+        self._places[rank] = place
+        self.failed.pop(rank, None)
+        self._running.append(place)
         self._changed = True
         self._turn = 0  # the fast path includes the queue once the call locks have been acquired anew
         self._shared.wake()
@@ -141,13 +150,22 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             RoleError: The merge belongs to another loop.
         """
         self._check_here()
-        place = self._round.remove(rank)
-        if place is not None:
+        place = self._places.pop(rank, None)
+        if place is None:
+            known = sorted(self._places) or "none at all"
+            raise ValueError(f"rank {rank!r} is not in this merge: there is {known}")
+        self.failed.pop(rank, None)
+        if place.running:
+            self._drop(place)
             if place.ring is not None:
                 self._shared.forget(place.ring)
             place.leave()
         self._changed = True
         self._shared.wake()
+
+    def _drop(self, place: Place) -> None:
+        place.running = False
+        self._running.remove(place)
 
     def _check_here(self) -> None:
         if self._loop is not None and asyncio._get_running_loop() is not self._loop:
@@ -191,20 +209,26 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
     def _take_one(self) -> tuple[int, Any] | None:
         """Poll each queue once; return the first message, or None."""
-        for _, place in zip(self._round.running, self._round.order, strict=False):
+        for place in tuple(self._running):
             try:
                 obj = place.receive()
             except Exception as error:
+                self._begin_behind(place)
                 return self._deliver_error(place, place.damaged(error))
             if obj is SLOW_PATH:
-                try:
-                    obj = place.poll()
-                except AioshmError as error:
-                    return self._deliver_error(place, error)
+                return None
             if obj is not EMPTY:
                 self._turn -= 1
+                self._begin_behind(place)
                 return place.rank, obj
         return None
+
+    def _begin_behind(self, place: Place) -> None:
+        """Begin the next round behind this queue. Any thread may call this."""
+        try:
+            self._running.rotate(-1 - self._running.index(place))
+        except ValueError:
+            pass  # the queue was removed
 
     async def _next(self) -> tuple[int, Any]:
         loop = asyncio.get_running_loop()
@@ -212,24 +236,24 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         await self._lock.acquire(None, None)
         try:
             if self._loop is None:
-                for place in self._round.running:
+                for place in self._running:
                     place.start()
                 self._loop = loop
-            while self._round.running:
+            while self._running:
                 await self._yield_turn()
                 item = await self._wait_entered()
                 if item is not None:
                     return item
         finally:
             self._lock.release()
-            if not self._round.running:
+            if not self._running:
                 self._shared.close()
         raise StopAsyncIteration
 
     async def _yield_turn(self) -> None:
         """Run other tasks, if the budget is spent."""
         if self._turn <= 0 or monotonic_ns() >= self._turn_ends_ns:
-            for place in self._round.running:
+            for place in self._running:
                 place.reader.state.give_way()
             await asyncio.sleep(0)
             self._new_turn()
@@ -238,7 +262,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self._turn = YIELD_AFTER_MESSAGES
         now_ns = monotonic_ns()  # the same for all readers, so that their budgets end together
         self._turn_ends_ns = now_ns + YIELD_AFTER_NS
-        for place in self._round.running:
+        for place in self._running:
             place.reader.state.new_turn(now_ns)
             place.reader.state.core.spin_ns = 0  # a spin for one reader would delay all others
 
@@ -249,19 +273,18 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         if self._changed:
             self._changed = False
             self._shared.close()
-        running = self._round.in_turn()
+        running = tuple(self._running)
         reached: list[Place] = []
         try:
             for place in running:
                 await place.enter()
                 reached.append(place)
-            if self._round.silence_due(monotonic()):
-                self._round.report_silence(monotonic())
+            self._check_silence()
             entered = sorted((place for place in running if place.entered), key=lambda place: not place.hidden)
             while True:
                 if not self._can_continue():
                     await self._sleep(entered)
-                if self._changed or not self._round.running:
+                if self._changed or not self._running:
                     return None
                 self._note_ready(entered)  # after the sleep: a writer may have sent and closed meanwhile
                 for place in entered:
@@ -269,7 +292,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
                         item = self._take(place)
                         if item is not None:
                             return item
-                if not self._round.running or self._locks_changed() or monotonic_ns() >= self._turn_ends_ns:
+                if not self._running or self._locks_changed() or monotonic_ns() >= self._turn_ends_ns:
                     return None
         finally:
             for place in reached:
@@ -278,21 +301,18 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
     async def _sleep(self, entered: Sequence[Place]) -> None:
         shared = self._shared
-        for place in self._round.running:
-            ring = place.ring
-            if ring is not None:
-                self._count += ring.seq - place.counted
-                place.counted = ring.seq
-                self._newest_ns = max(self._newest_ns, ring.published_ns)
-        rings = [place.ring for place in entered if place.running and not place.late and place.ring]
+        rings = [place.ring for place in self._running if place.ring is not None]
+        count = sum(ring.seq for ring in rings)
+        newest_ns = max((ring.published_ns for ring in rings), default=0)
         if shared.poller is None:
             shared.poller = self._new_poller()
         poller = shared.poller
-        shared.rings = rings
-        stall = Stall(self._round.look_at - monotonic(), self._report_silence)
+        shared.rings = [place.ring for place in entered if place.running and not place.late and place.ring]
+        stall = Stall(0, self._check_silence)
+        stall.at = self._silent_at
         deadline = self._look_again_at(entered)
         try:
-            if await poller.wait(self._can_continue, self._count, self._newest_ns, deadline=deadline, stall=stall):
+            if await poller.wait(self._can_continue, count, newest_ns, deadline=deadline, stall=stall):
                 self._new_turn()
         except TimeoutError:
             pass  # another thread may have released its reader
@@ -300,8 +320,15 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             shared.rings = ()
             self._spin_ns = poller.inline_spin_ns
 
-    def _report_silence(self, _waited_s: float) -> float:
-        return self._round.report_silence(monotonic())
+    def _check_silence(self, _waited_s: float = 0.0) -> float:
+        """Ask silent queues' writers, or report them; return the seconds until the next call."""
+        now = monotonic()
+        if now >= self._silent_at:
+            for place in self._running:
+                place.check_silence(now)
+            due = min((place.stall.at for place in self._running), default=now)
+            self._silent_at = max(now + MIN_PAUSE_S, due)
+        return self._silent_at - now
 
     def _look_again_at(self, entered: Sequence[Place]) -> float | None:
         """Return when to poll readers that were left out, if they cannot wake the merge."""
@@ -309,13 +336,13 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
     def _new_poller(self) -> Poller:
         others: list[int] = []
-        for place in self._round.running:
+        for place in self._running:
             if place.ring is not None:
                 others += place.reader.source.other_ends()
         if not others:  # there is no ring to spin on
             return self._poller_of(Policy(may_spin=False))
         known = {pid for pid in others if pid}
-        policy = policy_for([*known, *(pid for pid in others if not pid)], self._round.running[0].reader.state.options)
+        policy = policy_for([*known, *(pid for pid in others if not pid)], self._running[0].reader.state.options)
         self._shared.yields = policy.crowded
         return self._poller_of(policy)
 
@@ -324,18 +351,18 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         return Poller(self._loop, self._shared, policy, self._shared.spin)
 
     def _can_continue(self) -> bool:
-        for place in self._round.running:
+        for place in self._running:
             if place.can_continue():
                 return True
-        return self._changed or not self._round.running
+        return self._changed or not self._running
 
     def _locks_changed(self) -> bool:
         """Return whether a call lock that another task had is free now."""
-        return any(not place.entered and place.can_continue() for place in self._round.running)
+        return any(not place.entered and place.can_continue() for place in self._running)
 
     def _note_ready(self, entered: Sequence[Place]) -> None:
         for place in entered:
-            if place.quick is None and place.reader.state.ready:
+            if not place.ready and place.reader.state.ready:
                 place.now_ready()
                 self._shared.close()
 
@@ -356,17 +383,17 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         source = place.reader.source
         gone = source.gone  # before polling: messages published before the writer went are then received first
         obj: Any = EMPTY
-        if place.quick is not None and not place.late:
+        if place.ready and not place.late:
             try:
                 obj = place.poll()
             except AioshmError as damage:
                 if not place.hidden:
-                    self._round.begin_behind(place)
+                    self._begin_behind(place)
                 return self._deliver_error(place, damage)
         if obj is not EMPTY:
             self._turn -= 1
             if not place.hidden:
-                self._round.begin_behind(place)
+                self._begin_behind(place)
             return self._deliver(place, obj)
         if place.late:
             if source.gone is None:
@@ -387,10 +414,11 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             raise error
         place.leave()  # closing the reader may be waiting for the call lock
         self._shared.close()
+        self._begin_behind(place)
+        self._drop(place)
         if isinstance(error, QueueClosed):
-            self._round.drop(place)
             return None
-        self._round.drop(place, error)
+        self.failed[place.rank] = error
         return self._deliver_error(place, error)
 
     def _deliver(self, place: Place, obj: Any) -> tuple[int, Any]:
@@ -412,7 +440,8 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
 
     def end(self) -> None:
         """End the iteration, on the loop of the merge."""
-        self._round.close()
+        self._closed = True
+        self._running.clear()
         self._shared.wake()
         self._shared.close()
 
@@ -421,7 +450,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             self._shared.close()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self._round.running)} queues>"
+        return f"<{type(self).__name__} of {len(self._running)} queues>"
 
 
 _KIND = "a MessageQueue"

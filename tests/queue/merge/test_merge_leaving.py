@@ -159,7 +159,7 @@ class TestRefusals:
                 verdict = b"no error"
                 try:
                     merged._loop = None
-                    merged._take(merged._round.running[0])
+                    merged._take(merged._running[0])
                 except RoleError as error:
                     verdict = str(error).encode()
                 finally:

@@ -1,21 +1,20 @@
-"""The readers of a merge: their places, their shared sleep, whose turn it is, and reports of silence."""
+"""The readers of a merge: the state of each, their shared sleep, and the checks of arguments."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import cycle
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
 from typing import Any, Literal, TypeVar
 
 from aioshm.codec import cannot_decode
-from aioshm.errors import AioshmError, EndClosed, RoleError
+from aioshm.errors import AioshmError, RoleError
 from aioshm.queue.base import QueueBase
 from aioshm.queue.ends.reader import Reader
 from aioshm.queue.source import nothing
 from aioshm.ring import RingReader
 from aioshm.ring.cores import EMPTY, SLOW_PATH
-from aioshm.wait.limits import MIN_PAUSE_S, answer_within
+from aioshm.wait.limits import Stall
 from aioshm.wait.poller import Poller
 
 Q = TypeVar("Q", bound=QueueBase[Any])
@@ -77,19 +76,20 @@ class Place:
     """One reader in a merge."""
 
     __slots__ = (
+        "_progress",
         "_shared",
         "_source",
-        "counted",
         "entered",
         "failure",
         "hidden",
         "late",
-        "quick",
         "rank",
         "reader",
+        "ready",
         "receive",
         "ring",
         "running",
+        "stall",
         "watching",
     )
 
@@ -97,13 +97,11 @@ class Place:
         assert isinstance(queue.end, Reader)
         self.rank: int = rank
         self.reader: Reader = queue.end
+        # `Source.receive` while the reader is ready and its next message is not incomplete.
         self.receive: Callable[[], Any] = nothing
-        # `receive` while no message is incomplete; None until the reader is ready.
-        self.quick: Callable[[], Any] | None = None
+        self.ready: bool = False
         self.ring: RingReader | None = None
-        # The ring's messages that the poller has counted.
-        self.counted: int = 0
-        # True while the next message is incomplete: `receive` returns nothing then.
+        # True while the next message is incomplete.
         self.late: bool = False
         # True while this merge has the reader's call lock.
         self.entered: bool = False
@@ -113,6 +111,9 @@ class Place:
         self.failure: AioshmError | None = None
         self.running: bool = True
         self.watching: bool = False
+        # Asks a silent writer, and reports the silence.
+        self.stall: Stall = self.reader.inquiry()
+        self._progress = self.reader.source.progress
         self._shared = shared
         self._source = self.reader.source
 
@@ -128,16 +129,14 @@ class Place:
     def now_ready(self) -> None:
         """Note that the reader is ready."""
         self._source = self.reader.source
-        self.quick = self._source.quick()
-        self.receive = self.quick
+        self.ready = True
+        self.receive = self._source.receive
         self.ring = self._source.ring
-        if self.ring is not None:
-            self.counted = self.ring.seq
 
     def unready(self) -> None:
         """Note that the reader waits for a new writer, or has one."""
         self._source = self.reader.source
-        self.quick = None
+        self.ready = False
         self.ring = None
         self.late = False
         self.receive = nothing
@@ -151,7 +150,7 @@ class Place:
             self.unready()
         try:
             if not state.lock.calls or state.lock.in_own_block:
-                shut = self.quick is not None and not state.core.open
+                shut = self.ready and not state.core.open
                 self.hidden = shut or self._ending()
                 await state.enter(None)
                 self.entered = True
@@ -178,7 +177,7 @@ class Place:
             return not state.lock.calls
         if self.late:
             return False
-        if self.quick is not None:
+        if self.ready:
             return self.reader.can_continue()
         return state.ready or self._ending() or self.reader.has_news
 
@@ -216,6 +215,15 @@ class Place:
         error.__traceback__ = error.__traceback__.tb_next  # drops the frame that will refer to the new error
         return cannot_decode(error, self.reader.codec_name)
 
+    def check_silence(self, now: float) -> None:
+        """Ask the writer, or report the silence, if the reader has consumed nothing for long."""
+        progress = self.reader.source.progress
+        idle = now - self.stall.at > self.reader.state.options.stall_warning_s  # nobody has iterated meanwhile
+        if progress != self._progress or idle or not self.entered:
+            self._progress = progress
+            self.stall = self.reader.inquiry()
+        self.stall.check(now)
+
     def _ending(self) -> bool:
         reader = self.reader
         return reader.state.refusal is not None or reader.source.gone is not None or self.failure is not None
@@ -225,130 +233,9 @@ class Place:
         self._shared.wake()
 
     def _arrived(self) -> None:
-        if self.late and self.quick is not None:
+        if self.late and self.ready:
             self.late = False
-            self.receive = self.quick
-
-
-class Round:
-    """The queues of a merge: each has its turn before any has another. No I/O."""
-
-    def __init__(self, places: Iterable[Place], after_s: float, now: float) -> None:
-        # The queues that have not ended; replaced, never changed.
-        self.running: list[Place] = list(places)
-        # The same in turn, endlessly; its position is the beginning of the next round.
-        self.order: cycle[Place] = cycle(self.running)
-        # The errors of ended queues, by rank.
-        self.failed: dict[int, AioshmError] = {}
-        self.closed: bool = False
-        self._places = {place.rank: place for place in self.running}  # includes ended queues
-        self._after_s = after_s
-        self.watch_silence(now)
-
-    # Turns
-
-    def in_turn(self) -> list[Place]:
-        """Return the open queues in order, the next one first."""
-        return [next(self.order) for _ in self.running]
-
-    def begin_behind(self, place: Place) -> None:
-        """Begin the next round behind this queue."""
-        self.order = cycle(self._behind(place))
-
-    def _behind(self, place: Place) -> list[Place]:
-        at = 0
-        if place.running:
-            at = self.running.index(place) + 1
-        return self.running[at:] + self.running[:at]
-
-    def drop(self, place: Place, error: AioshmError | None = None) -> None:
-        """Remove a queue that has ended, maybe with an error; the next round begins behind the queue."""
-        behind = self._behind(place)
-        place.running = False
-        self._go_round([other for other in behind if other is not place])
-        if error is not None:
-            self.failed[place.rank] = error
-
-    def check_addition(self, rank: int, reader: Reader) -> None:
-        """Reject a rank that is taken, a known reader, or any after closing."""
-        if self.closed:
-            raise EndClosed("this merge was closed: merge the readers anew")
-        for place in self.running:
-            if place.rank == rank:
-                raise ValueError(f"rank {rank} is taken by {place.reader!r}: take another one, or remove({rank}) first")
-            if place.reader is reader:
-                raise ValueError(f"{reader!r} is there already, as rank {place.rank}")
-
-    def add(self, place: Place, now: float) -> None:
-        """Add a queue behind all others; the rank may be that of an ended queue."""
-        self._places[place.rank] = place
-        self.failed.pop(place.rank, None)
-        self._heard[place.rank] = (place.reader.source.progress, now)
-        self._go_round([*self.in_turn(), place])
-
-    def remove(self, rank: int) -> Place | None:
-        """Remove a queue and its error; return its place, unless it has ended."""
-        place = self._places.pop(rank, None)
-        if place is None:
-            known = sorted(self._places) or "none at all"
-            raise ValueError(f"rank {rank!r} is not in this merge: there is {known}")
-        self.failed.pop(rank, None)
-        if not place.running:
-            return None
-        place.running = False
-        self._go_round([other for other in self.in_turn() if other is not place])
-        return place
-
-    def close(self) -> None:
-        """Remove every queue."""
-        self.closed = True
-        self._go_round([])
-
-    def _go_round(self, running: list[Place]) -> None:
-        self.running = running
-        self.order = cycle(running)
-
-    # Silence of single queues, whatever messages other queues have
-
-    def watch_silence(self, now: float) -> None:
-        """Measure each queue's silence from now on."""
-        self.look_at: float = now + self._after_s
-        self.asked: list[Place] = []
-        self._heard = {place.rank: (place.reader.source.progress, now) for place in self.running}
-
-    def silence_due(self, now: float) -> bool:
-        """Return whether `report_silence` is due; time without an iteration does not count."""
-        if now - self.look_at > self._after_s:
-            self.watch_silence(now)
-        return now >= self.look_at
-
-    def report_silence(self, now: float) -> float:
-        """Ask silent queues' writers, or report them; return the seconds until the next call."""
-        asked = self.asked
-        self.asked = []
-        answer_s = answer_within(self._after_s)
-        again_s = self._after_s
-        if asked:
-            again_s = max(MIN_PAUSE_S, again_s - answer_s)
-        for place in asked or self.running:
-            source = place.reader.source
-            if not place.running or self._moved(place, now) or not place.entered:
-                continue
-            if not asked and source.ask_writer():
-                self.asked.append(place)
-                again_s = answer_s
-            else:
-                source.report_waiting(now - self._heard[place.rank][1])
-        self.look_at = now + again_s
-        return again_s
-
-    def _moved(self, place: Place, now: float) -> bool:
-        """Return whether the reader has consumed messages since the last call."""
-        progress = place.reader.source.progress
-        if progress == self._heard[place.rank][0]:
-            return False
-        self._heard[place.rank] = progress, now
-        return True
+            self.receive = self._source.receive
 
 
 # Arguments and errors
