@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -195,27 +195,29 @@ class EngineLink:
     def send_request(self, inbox: Inbox, engine: Engine, frames: list[Frame]) -> Inbox:
         """Send a request to this engine, or to another one if it is gone and was not wanted."""
         while True:
-            self.pending.check_reuse(inbox.request_id, engine)
-            generation, marked = self.pending.new_generation(engine, frames)
             try:
-                self.send(engine, _ADD, marked)
+                self._add(inbox, engine, frames)
                 break
             except EngineDead:
                 if inbox.wanted is not None or not self.goes_on:
                     raise
                 engine = self.engines.choose()  # not the same engine: it does not serve any more
-        kept: list[Frame] | None = None
+        inbox.request = None
         if self.chosen.resubmit is not None:  # the caller may change the arrays before an engine dies
-            kept = [bytes(frame) for frame in frames]
-        return self.pending.add(inbox, engine, generation, kept)
+            inbox.request = [bytes(frame) for frame in frames]
+        return inbox
+
+    def _add(self, inbox: Inbox, engine: Engine, request: list[Frame]) -> None:
+        self.pending.check_reuse(inbox.request_id, engine)
+        generation, frames = self.pending.new_generation(engine, request)
+        self.send(engine, _ADD, frames)
+        self.pending.add(inbox, engine, generation)
 
     def abort(self, engine: Engine | None, request_ids: list[str]) -> None:
         """Abort requests at a living engine."""
         if self.dead is None and engine is not None and engine.death is None:
-            try:
+            with suppress(EngineDead):  # its death will be reported
                 self.send(engine, _ABORT, [_encode_plain(request_ids)])
-            except EngineDead:
-                pass  # its death will be reported
 
     def leave(self, inbox: Inbox) -> None:
         if inbox.ended or self.closed or self._loop.is_closed():
@@ -367,13 +369,9 @@ class EngineLink:
         while choices := [engine for engine in self.engines if engine.serves and engine.rank not in tried]:
             engine = self.engines.least_busy(choices)
             tried.add(engine.rank)
-            generation, frames = self.pending.new_generation(engine, inbox.request)
-            try:
-                self.send(engine, _ADD, frames)
-            except EngineDead:
-                continue  # the death of this engine will be reported soon
-            self.pending.move(inbox, former, engine, generation)
-            return True
+            with suppress(EngineDead, ValueError):  # dead, or the id cannot be used again there
+                self._add(inbox, engine, inbox.request)
+                return True
         return False
 
     def give_up(self, error: EngineDead) -> None:

@@ -273,23 +273,18 @@ class Pending:
         self.inboxes[inbox.request_id] = inbox
         return inbox
 
-    def add(self, inbox: Inbox, engine: Engine, generation: int, request: list[Frame] | None = None) -> Inbox:
-        """Add a request that was sent."""
+    def add(self, inbox: Inbox, engine: Engine, generation: int) -> Inbox:
+        """Add a request that was sent, or was sent again after the death of its engine."""
+        if inbox.engine is None:
+            self.requests += 1
+        else:
+            inbox.engine.in_flight -= 1
+            inbox.tried += (inbox.engine.rank,)
         self._engines.sent(engine)
-        self.requests += 1
         self.inboxes[inbox.request_id] = inbox
         inbox.engine = engine
         inbox.generation = generation
-        inbox.request = request
         return inbox
-
-    def move(self, inbox: Inbox, former: Engine, engine: Engine, generation: int) -> None:
-        """Note that a request was sent to another engine, after the death of the former."""
-        former.in_flight -= 1
-        self._engines.sent(engine)
-        inbox.tried += (former.rank,)
-        inbox.engine = engine
-        inbox.generation = generation
 
     def abort(self, request_id: str, cause: str = "") -> None:
         """End a request at its user's wish."""

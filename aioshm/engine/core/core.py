@@ -8,7 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -33,7 +33,7 @@ from aioshm.engine.protocol.messages import (
     pop_mark,
     request_id_of,
 )
-from aioshm.engine.protocol.payloads import Frame, PayloadDecoder, PayloadEncoder
+from aioshm.engine.protocol.payloads import Frame, PayloadDecoder, PayloadEncoder, convert, convert_arguments
 from aioshm.engine.protocol.waves import Lockstep
 from aioshm.engine.security.keys import AnyKeys
 from aioshm.errors import AioshmError, CodecError
@@ -56,7 +56,6 @@ _USAGE_STEPS = 20
 _NEEDED = ("initialize", "add_request", "abort_requests", "step")
 _NEVER_ASYNC = ("has_work", "request_counts", "kv_cache_usage", "error_output")
 _NOT_TO_BE_CALLED = frozenset({*_NEEDED, "shutdown"})
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 _ADD = EngineCoreRequestType.ADD.value
 _ABORT = EngineCoreRequestType.ABORT.value
@@ -64,8 +63,6 @@ _START_DP_WAVE = EngineCoreRequestType.START_DP_WAVE.value
 _UTILITY = EngineCoreRequestType.UTILITY.value
 
 _encode_plain = msgspec.msgpack.Encoder().encode
-
-T = TypeVar("T")
 
 
 class Owner(NamedTuple):
@@ -75,7 +72,7 @@ class Owner(NamedTuple):
     generation: int
 
 
-class Call(NamedTuple):
+class Call(msgspec.Struct, array_like=True):
     """A call, as received."""
 
     client_index: int
@@ -107,6 +104,7 @@ class EngineCore:
         self._sockets: CoreSockets | None = None
         self._encode = PayloadEncoder(self.options.max_message_bytes).encode
         self._decode_request = PayloadDecoder(request_type).decode
+        self._decode_call = PayloadDecoder(Call).decode
         self._decode = PayloadDecoder().decode
         self._messages: deque[tuple[int, list[Frame]]] = deque()  # unhandled, with the indices of clients
         self._arrived = asyncio.Event()
@@ -247,7 +245,7 @@ class EngineCore:
             elif kind == _ABORT:
                 await self._abort(client, payload)
             else:
-                await self._call(client, _convert(self._decode(payload), Call))
+                await self._call(client, self._decode_call(payload))
         except CodecError as error:
             sender = "the coordinator" if client == COORDINATOR else f"client {client}"
             self._limiter.warn(logger, "engine %d ignores a message from %s: %s", self.index, sender, error)
@@ -329,7 +327,7 @@ class EngineCore:
         return self._sockets.front_ends[client]
 
     def _start_wave(self, payload: list[Frame]) -> None:
-        start = _convert(self._decode(payload), StartWave)
+        start = convert(self._decode(payload), StartWave)
         if self._order.mode:  # a paused engine holds the request that has started the wave, and the others need it
             start = start._replace(exclude=None)
         if self._lockstep is not None:
@@ -349,7 +347,7 @@ class EngineCore:
             if not callable(method):
                 raise AttributeError(f"the engine has no method {call.method!r} that may be called")
             self._progress.enter(BUSY)
-            result = method(*_converted(method, call.args))
+            result = method(*convert_arguments(method, call.args))
         except Exception as error:
             self._fail_call(client, call, error)
             return
@@ -378,7 +376,7 @@ class EngineCore:
 
     async def _obey(self, client: int, call: Call) -> None:
         """Pause or resume, unless a newer order is in force; the answer comes when no step is taken any more."""
-        order = _convert(call.args, PauseOrder)
+        order = convert(call.args, PauseOrder)
         self._front_end(client).accept()
         self._unanswered.append((client, call.call_id))
         if order <= self._order:
@@ -489,28 +487,6 @@ async def _awaited(result: Any) -> Any:
     if inspect.isawaitable(result):
         return await result
     return result
-
-
-def _convert(payload: Any, kind: type[T]) -> T:
-    try:
-        return msgspec.convert(payload, kind)
-    except ValueError as error:
-        raise CodecError(f"no {kind.__name__}: {error}") from None
-
-
-def _converted(method: Callable[..., Any], args: list[Any]) -> list[Any]:
-    """Return the arguments, with plain data converted to the structs of the method's annotations."""
-    try:
-        hints = get_type_hints(method)
-        parameters = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError, NameError):
-        return args
-    wanted = [hints.get(each.name) for each in parameters if each.kind in _POSITIONAL]
-    wanted += [None] * (len(args) - len(wanted))
-    return [
-        msgspec.convert(arg, kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else arg
-        for arg, kind in zip(args, wanted, strict=False)
-    ]
 
 
 def _check_engine(engine: Any) -> None:

@@ -7,10 +7,11 @@ of a tensor torch's name for it (``"bfloat16"``), which distinguishes the two.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
 from msgspec.msgpack import Ext
@@ -32,7 +33,10 @@ MAX_STRANGE_FRAMES = 1 << 12
 MAX_STRANGE_OBJECTS = 50_000
 """The limits of payloads from peers without keys: decoding that many objects takes a few milliseconds."""
 
+T = TypeVar("T")
+
 _RAW_VIEW = 3
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 # dtype.str without Python objects and fields: other strings would let a sender choose what np.dtype() does.
 _PLAIN_DTYPE = re.compile(r"[<>|=][biufcSUmM]\d{1,9}(\[\w{1,20}\])?")
 
@@ -183,6 +187,29 @@ class PayloadDecoder:
             return found
         except ModuleNotFoundError as error:
             raise CodecError(f"a message with arrays needs {error.name}: pip install 'aioshm[torch]'") from None
+
+
+def convert(payload: Any, kind: type[T]) -> T:
+    """Return plain data as a type."""
+    try:
+        return msgspec.convert(payload, kind)
+    except ValueError as error:
+        raise CodecError(f"no {kind.__name__}: {error}") from None
+
+
+def convert_arguments(method: Callable[..., Any], args: list[Any]) -> list[Any]:
+    """Return the arguments of a call, with plain data converted to the structs of the method's annotations."""
+    try:
+        hints = get_type_hints(method)
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError, NameError):
+        return args
+    wanted = [hints.get(each.name) for each in parameters if each.kind in _POSITIONAL]
+    wanted += [None] * (len(args) - len(wanted))
+    return [
+        msgspec.convert(arg, kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else arg
+        for arg, kind in zip(args, wanted, strict=False)
+    ]
 
 
 def check_stranger(frames: Sequence[Frame]) -> None:
