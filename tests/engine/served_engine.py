@@ -135,17 +135,24 @@ class Engine:
         raise AssertionError
 
 
-class Slow(Engine):
-    """Takes a step whenever it may."""
+class Gated(Engine):
+    """Ends a step only while ``gate`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.may_go_on = asyncio.Event()
+        self.gate = asyncio.Event()
+        self.inside = False  # in a step
+        self.steps = 0
+        self.pace_s = 0.0
 
     async def step(self) -> list[Any]:  # type: ignore[override]
-        await self.may_go_on.wait()
-        self.may_go_on.clear()
-        return self._step()
+        self.inside = True
+        self.steps += 1
+        await self.gate.wait()
+        await asyncio.sleep(self.pace_s)
+        outputs = self._step()
+        self.inside = False
+        return outputs
 
 
 def serve(address: str, loop: str, dp_rank: int, local_dp_rank: int) -> None:

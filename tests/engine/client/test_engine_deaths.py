@@ -17,6 +17,7 @@ import torch
 import zmq
 from served_engine import (
     Engine,
+    Gated,
     Serving,
     ask,
     collected,
@@ -116,27 +117,15 @@ async def test_engine_that_comes_back_gets_requests() -> None:
                 await until(lambda client=client: 0 in client.deaths)
 
 
-class Idle(Engine):
-    """Takes requests, and gives them nothing until it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_begin = asyncio.Event()
-
-    async def step(self) -> Any:
-        await self.may_begin.wait()
-        return self._step()
-
-
 @pytest.mark.parametrize("resubmit", [None, "unstarted"])
 async def test_requests_without_output_move_if_they_may(resubmit: Any) -> None:
-    slow = Idle()
+    slow = Gated()
     async with served(slow, Engine(), on_engine_death="continue", resubmit=resubmit) as serving:
         client = serving.client
-        slow.may_begin.set()
+        slow.gate.set()
         begun = client.submit(ask("begun", None), engine=0)
         await anext(begun)
-        slow.may_begin.clear()
+        slow.gate.clear()
         waiting = [client.submit(ask(str(number), 3), engine=0) for number in range(5)]
         await end(serving, 0)
         with pytest.raises(EngineDead):
@@ -153,12 +142,12 @@ async def test_requests_without_output_move_if_they_may(resubmit: Any) -> None:
 
 
 async def test_a_request_is_given_to_each_engine_once_at_most() -> None:
-    engines = Idle(), Idle()
+    engines = Gated(), Gated()
     async with served(*engines, on_engine_death="continue", resubmit="unstarted") as serving:
         stream = serving.client.submit(ask("a", 3), engine=0)
         await end(serving, 0)
         assert stream.engine == 1
-        async with back(serving, 0, Idle()):
+        async with back(serving, 0, Gated()):
             serving.running[1].cancel()
             with pytest.raises(EngineDead) as caught:
                 await anext(stream)  # engine 0 had it: late output of its first process may still come
@@ -167,7 +156,7 @@ async def test_a_request_is_given_to_each_engine_once_at_most() -> None:
 
 @pytest.mark.parametrize("x", [np.zeros(16), np.zeros((40, 40))[:, ::2], torch.zeros(1000)], ids=str)
 async def test_resubmitted_request_carries_what_was_submitted(x: Any) -> None:
-    class Summing(Idle):
+    class Summing(Gated):
         def add_request(self, request: Any) -> None:
             sum_ = float(request["x"].sum())
             super().add_request(ask(request["request_id"], output={"request_id": "a", "sum": sum_, "finished": True}))
@@ -179,7 +168,7 @@ async def test_resubmitted_request_carries_what_was_submitted(x: Any) -> None:
         assert stream.inbox.request is not None
         x[:] = 1
         await end(serving, 0)
-        engines[1].may_begin.set()
+        engines[1].gate.set()
         assert [output["sum"] for output in await collected(stream)] == [0.0]
         assert (stream.engine, stream.inbox.request) == (1, None), "kept until the first output"
 
@@ -203,7 +192,7 @@ async def test_calls_without_any_engine_name_the_deaths_until_engines_are_back()
 
 
 async def test_late_output_of_a_dead_engine_reaches_no_request() -> None:
-    engines = Idle(), Idle()
+    engines = Gated(), Gated()
     async with served(*engines, on_engine_death="continue", resubmit="unstarted") as serving:
         client = serving.client
         stream = client.submit(ask("a", 2), engine=0)
@@ -214,7 +203,7 @@ async def test_late_output_of_a_dead_engine_reaches_no_request() -> None:
             output = {"request_id": "a", "token": 99, "finish_reason": "length"}
             late.send(msgspec.msgpack.encode(EngineCoreOutputs(0, [output], finished_requests={"a"})))
             await until(lambda: client.late_outputs == 1)
-        engines[1].may_begin.set()
+        engines[1].gate.set()
         assert [output["token"] for output in await collected(stream)] == [0, 1]
 
 
@@ -283,10 +272,6 @@ class Elsewhere:
         os.close(self._open)
 
 
-def manager_of(processes: list[Elsewhere]) -> Any:
-    return SimpleNamespace(processes=processes)
-
-
 def liveness_of(engines: Engines, deaths: list[EngineDead]) -> Liveness:
     link: Any = SimpleNamespace(die=deaths.append, engines=engines, chosen=ClientOptions(), options=Options())
     return Liveness(link)
@@ -298,24 +283,28 @@ async def test_an_exit_that_is_known_late_is_no_second_death(monkeypatch: pytest
     engines = Engines([1, 2])
     liveness = liveness_of(engines, deaths)
 
+    def watch(*processes: Elsewhere) -> None:
+        manager: Any = SimpleNamespace(processes=processes)
+        liveness.watch(manager, ())
+
     def connected(connection: int) -> None:
         liveness.replaced(engines[1], connection)
         engines[1].register({}, connection, "10.0.0.6", None)
 
     first, second, third, other = processes = [Elsewhere(*each) for each in ((1, 1), (1, 2), (1, 3), (2, 4))]
     try:
-        liveness.watch(manager_of([first, other]), ())
+        watch(first, other)
         connected(10)
         liveness.disconnected(10)
         await until(lambda: deaths)
         first.end()
         other.end()
         await until(lambda: len(deaths) == 2)
-        liveness.watch(manager_of([second]), ())
+        watch(second)
         connected(11)
         second.end()
         await until(lambda: len(deaths) == 3)
-        liveness.watch(manager_of([third]), ())  # dies before it has connected
+        watch(third)  # dies before it has connected
         third.end()
         await until(lambda: len(deaths) == 4)
         assert [str(each) for each in deaths] == [
@@ -328,24 +317,6 @@ async def test_an_exit_that_is_known_late_is_no_second_death(monkeypatch: pytest
         liveness.stop()
         for each in processes:
             os.close(each.sentinel)
-
-
-async def test_exit_is_that_of_the_engine_that_has_said_without_its_rank_that_it_ends() -> None:
-    deaths: list[EngineDead] = []
-    engines = Engines([1, 2])
-    liveness = liveness_of(engines, deaths)
-    process = Elsewhere(1, 1)
-    try:
-        engines[1].register({}, 10, "10.0.0.6", None)
-        liveness.watch(manager_of([process]), ())
-        liveness.said_dead()
-        process.end()
-        await until(lambda: deaths)
-        assert deaths[0].engine == 1
-        assert liveness._nameless is None, "no engine is missing"
-    finally:
-        liveness.stop()
-        os.close(process.sentinel)
 
 
 async def test_removed_engine_that_says_that_it_ends_is_not_its_successor() -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from served_engine import Engine, Slow, ask, collected, served, until
+from served_engine import Engine, Gated, ask, collected, served, until
 
 from aioshm.errors import RequestAborted, RoleError
 
@@ -17,6 +17,15 @@ pytestmark = pytest.mark.usefixtures("runtime_dir")
 
 SILENCE_S = 0.005
 LONG_S = 30.0
+
+
+class Slow(Gated):
+    """Takes one step each time that ``gate`` is set."""
+
+    async def step(self) -> list[Any]:
+        outputs = await super().step()
+        self.gate.clear()
+        return outputs
 
 
 @pytest.mark.parametrize("way", ["next", "iteration", "wait_for", "timeout"])
@@ -44,7 +53,7 @@ async def test_outputs_after_timeouts_are_complete(way: str) -> None:
                 timeouts += 1
                 named = str(error) == "request 'a': no output within 0.005 s from engine 0"
                 assert (named, stream.inbox.interrupted) == (own, not own)
-                engine.may_go_on.set()
+                engine.gate.set()
         assert tokens == [0, 1, 2, 3]
         assert timeouts >= 4
         for timeout in (None, LONG_S):
@@ -62,7 +71,7 @@ async def test_stream_kept_after_a_timeout_outlives_its_task() -> None:
                 await stream.next(timeout=SILENCE_S)
 
         await asyncio.create_task(give_up())
-        serving.engines[0].may_go_on.set()
+        serving.engines[0].gate.set()
         assert [output["token"] for output in await collected(stream)] == [0]
         assert serving.engines[0].aborted == []
 

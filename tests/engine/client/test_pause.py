@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zmq
 from peers import BareEngine, pack
-from served_engine import Engine, Serving, ask, clients_of, collected, here_and_there, served, until
+from served_engine import Engine, Gated, Serving, ask, clients_of, collected, here_and_there, served, until
 
 from aioshm.engine.protocol.messages import PauseMode
 from aioshm.errors import (
@@ -26,32 +26,20 @@ pytestmark = pytest.mark.usefixtures("runtime_dir")
 MODES: list[PauseMode] = ["finish", "abort", "keep"]
 
 
-class Gated(Engine):
-    """Takes a step only while ``gate`` is set, and counts steps."""
+class Model(Gated):
+    """Says the weights of each step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = asyncio.Event()
         self.gate.set()
-        self.steps = 0
-        self.inside = False
         self.weights = "old"
         self.restless = False
-        self.pace_s = 0.0
 
     def has_work(self) -> bool:
         return self.restless
 
     async def step(self) -> list[Any]:  # type: ignore[override]
-        self.inside = True
-        self.steps += 1
-        await self.gate.wait()
-        await asyncio.sleep(self.pace_s)
-        outputs = self._step()
-        for output in outputs:
-            output["weights"] = self.weights
-        self.inside = False
-        return outputs
+        return [{**output, "weights": self.weights} for output in await super().step()]
 
     def load(self, weights: str) -> str:
         assert not self.inside
@@ -59,7 +47,7 @@ class Gated(Engine):
         return weights
 
 
-async def stands(*engines: Gated) -> bool:
+async def stands(*engines: Model) -> bool:
     """Return whether engines take no step while clients can call."""
     before = [engine.steps for engine in engines]
     await asyncio.sleep(0.02)
@@ -76,7 +64,7 @@ async def begun(serving: Serving, *ids: str, tokens: int | None = None) -> list[
 
 class TestModes:
     async def test_finish_lets_requests_end_and_new_ones_wait(self) -> None:
-        engines = [Gated(), Gated()]
+        engines = [Model(), Model()]
         async with served(*engines) as serving:
             client = serving.client
             streams = [client.submit(ask(f"{number}", 50)) for number in range(4)]
@@ -100,7 +88,7 @@ class TestModes:
             assert order == ["late 0", "late 2", "late 1", "late 3"]
 
     async def test_abort_ends_requests_and_new_ones_wait(self) -> None:
-        engines = [Gated(), Gated()]
+        engines = [Model(), Model()]
         async with served(*engines) as serving:
             client = serving.client
             streams = await begun(serving, "a", "b")
@@ -118,7 +106,7 @@ class TestModes:
             assert len(await collected(again)) == 2
 
     async def test_keep_stops_steps_and_requests_continue(self) -> None:
-        engines = [Gated(), Gated()]
+        engines = [Model(), Model()]
         async with served(*engines) as serving:
             client = serving.client
             for engine in engines:
@@ -140,7 +128,7 @@ class TestModes:
 
     @pytest.mark.parametrize("mode", MODES)
     async def test_engine_in_a_step_is_waited_for(self, mode: PauseMode) -> None:
-        engine = Gated()
+        engine = Model()
         async with served(engine) as serving:
             engine.gate.clear()
             stream = serving.client.submit(ask("a", 1))
@@ -169,7 +157,7 @@ class TestModes:
             await until(lambda: engine.steps > before)
 
     async def test_another_mode_replaces_the_first(self) -> None:
-        engine = Gated()
+        engine = Model()
         async with served(engine) as serving:
             client = serving.client
             (stream,) = await begun(serving, "a", tokens=100)
@@ -203,7 +191,7 @@ class TestModes:
 
 class TestWaits:
     async def test_timeout_names_the_engines_and_leaves_them_pausing(self) -> None:
-        engines = [Gated(), Gated()]
+        engines = [Model(), Model()]
         async with served(*engines) as serving:
             client = serving.client
             stream = client.submit(ask("a", None), engine=1)
@@ -219,7 +207,7 @@ class TestWaits:
             assert len(await collected(waiting)) == 1
 
     async def test_cancelled_pause_leaves_engines_pausing(self) -> None:
-        engine = Gated()
+        engine = Model()
         async with served(engine) as serving:
             client = serving.client
             (stream,) = await begun(serving, "a")
@@ -242,7 +230,7 @@ class TestWaits:
             assert len(await collected(waiting)) == 3
 
     async def test_pause_that_is_undone_meanwhile_raises(self) -> None:
-        engine = Gated()
+        engine = Model()
         async with served(engine) as serving:
             (stream,) = await begun(serving, "a")
             pausing = [asyncio.create_task(serving.client.pause()) for _ in range(2)]
@@ -254,7 +242,7 @@ class TestWaits:
             await stream.aclose()
 
     async def test_engine_that_dies_is_not_waited_for(self) -> None:
-        engines = [Gated(), Gated()]
+        engines = [Model(), Model()]
         async with served(*engines, on_engine_death="continue") as serving:
             client = serving.client
             streams = await begun(serving, "a", "b")
@@ -270,7 +258,7 @@ class TestWaits:
             assert len(await collected(waiting)) == 3
 
     async def test_death_of_all_ends_the_pause_with_an_error(self) -> None:
-        engines = [Gated(), Gated()]
+        engines = [Model(), Model()]
         async with served(*engines) as serving:
             streams = await begun(serving, "a", "b")
             pausing = asyncio.create_task(serving.client.pause())
@@ -342,7 +330,7 @@ class TestWaitingRequests:
 
 class TestSeveralClients:
     async def test_pause_by_one_holds_for_all(self) -> None:
-        engines = [Gated(), Gated()]
+        engines = [Model(), Model()]
         async with served(*engines, n_clients=3) as serving:
             one, other, quiet = serving.clients
             streams = [one.submit(ask("a", 60)), other.submit(ask("b", 60)), other.submit(ask("c", 60))]
@@ -362,7 +350,7 @@ class TestSeveralClients:
             assert [len(await collected(stream)) for stream in streams] == [59] * 3
 
     async def test_client_that_closes_leaves_the_pause(self) -> None:
-        engine = Gated()
+        engine = Model()
         async with served(engine, n_clients=2) as serving:
             one, other = serving.clients
             await collected(other.submit(ask("a")))
@@ -377,7 +365,7 @@ class TestSeveralClients:
     @pytest.mark.parametrize("seed", range(3))
     async def test_last_order_holds_everywhere(self, seed: int) -> None:
         """Both pause and resume without waiting; nothing is lost, and the state is the same at all of them."""
-        engines = [Gated(), Gated(), Gated()]
+        engines = [Model(), Model(), Model()]
         async with served(*engines, n_clients=2) as serving:
             for client in serving.clients:
                 await collected(client.submit(ask(f"first {client}")))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 from peers import BareEngine
-from served_engine import Engine, ask, clients_of, collected, here_and_there, served, until
+from served_engine import Engine, Gated, ask, clients_of, collected, here_and_there, served, until
 
 from aioshm.engine import EngineClient
 from aioshm.engine.client import requests
@@ -103,20 +103,6 @@ async def test_request_of_a_restarted_front_end_replaces_that_of_its_life_before
         assert engine.aborted == ["a"]
 
 
-class InStep(Engine):
-    """Begins a step, and ends it when it may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_begun = asyncio.Event()
-        self.may_end = asyncio.Event()
-
-    async def step(self) -> list[Any]:
-        self.has_begun.set()
-        await self.may_end.wait()
-        return self._step()
-
-
 async def test_output_for_a_connection_that_has_ended_reaches_no_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine ends the connection: nothing public does so during a step."""
     front_ends: list[FrontEnd] = []
@@ -127,14 +113,14 @@ async def test_output_for_a_connection_that_has_ended_reaches_no_later_request(m
         register(front_end)
 
     monkeypatch.setattr(FrontEnd, "register", registered)
-    engine = InStep()
+    engine = Gated()
     async with served(engine, on_engine_death="continue") as serving:
         client = serving.client
         former = client.submit(ask("a", None))
-        await engine.has_begun.wait()
+        await until(lambda: engine.inside)
         front_ends[0]._lose()
         await until(lambda: client.deaths)
-        engine.may_end.set()
+        engine.gate.set()
         await until(lambda: not client.deaths)  # the engine is back
         later = client.submit(ask("a", 3))
         assert [output["token"] for output in await collected(later)] == [0, 1, 2]

@@ -6,12 +6,15 @@ import asyncio
 import logging
 import os
 import signal
+import time
+from contextlib import closing
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import zmq
+from peers import BareFrontEnd
 from served_engine import Engine, ask, collected, here_and_there, served, until
 from startups import tasks
 
@@ -23,6 +26,7 @@ from aioshm.engine import (
     get_engine_client_zmq_addr,
     run_engine_core,
 )
+from aioshm.engine.core.sockets import LINGER_MS, RECONNECT_S
 from aioshm.errors import EngineDead, RequestFailed
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
@@ -134,6 +138,18 @@ class TestEndings:
             assert serving.running[0].exception() is None
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
+    async def test_engine_whose_client_has_left_ends_immediately(self) -> None:
+        engine = Engine()
+        async with served(engine) as serving:
+            await anext(serving.client.submit(ask("a", None)))
+            await serving.client.aclose()
+            await until(lambda: not engine.requests)
+            await asyncio.sleep(3 * RECONNECT_S)  # the engine would serve the next client at these addresses
+            began = time.monotonic()
+            serving.running[0].cancel()
+            await asyncio.wait(serving.running)
+            assert time.monotonic() - began < LINGER_MS / 1000
+
     async def test_cancelled_at_any_moment_of_its_start(self) -> None:
         for turns in range(0, 64, 4):
             handshake = get_engine_client_zmq_addr(True, "")
@@ -156,13 +172,10 @@ class TestEndings:
 
 async def _greet(path: str, addresses: EngineZmqAddresses) -> None:
     """Answer one HELLO."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.bind(path)
-        while not router.poll(0):
-            await asyncio.sleep(0.002)
-        sender, _ = router.recv_multipart()
-        router.send_multipart([sender, encode({"addresses": addresses, "parallel_config": {}})])
-        router.close(linger=1000)
+    with zmq.Context() as context, closing(BareFrontEnd(context, path, b"\0\0")) as front:
+        await front.hears()
+        front.says(encode({"addresses": addresses, "parallel_config": {}}))
+        front.router.close(linger=1000)
 
 
 class TestTurns:

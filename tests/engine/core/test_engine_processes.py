@@ -110,17 +110,6 @@ async def test_step_that_fails_ends_the_process_with_the_last_line_of_its_stderr
         assert (caught.value.engine, manager.finished_procs()) == (1, {"EngineCore_1": 1})
 
 
-async def test_engine_without_client_ends_immediately() -> None:
-    async with served_by_processes(1) as serving:
-        assert serving.manager is not None
-        stream = serving.client.submit(ask("a", None))
-        await anext(stream)
-        await serving.client.aclose()
-        began = time.monotonic()
-        await serving.manager.aclose()
-        assert time.monotonic() - began < WITHIN_S
-
-
 WARMS_UP = """
 import asyncio, sys
 from pathlib import Path
