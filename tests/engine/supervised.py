@@ -17,6 +17,7 @@ from aioshm.engine import (
     ClientOptions,
     EngineClient,
     EngineSupervisor,
+    HandshakeOptions,
     Restart,
     die_with_parent,
     run_engine_core,
@@ -35,7 +36,13 @@ class Lockstep(Engine):
 
 
 def serve(
-    handshake_address: str, dp_rank: int, local_dp_rank: int, crash: str = "", stuck: str = "", lockstep: bool = False
+    handshake_address: str,
+    dp_rank: int,
+    local_dp_rank: int,
+    crash: str = "",
+    stuck: str = "",
+    lockstep: bool = False,
+    **handshake: Any,
 ) -> None:
     """Run an engine; once the file ``crash`` is there, end before HELLO, and while ``stuck`` is there, wait there."""
     die_with_parent()
@@ -43,7 +50,8 @@ def serve(
         raise SystemExit(f"no memory left on device {dp_rank}")
     while stuck and os.path.exists(stuck):
         time.sleep(0.01)
-    asyncio.run(run_engine_core(Lockstep() if lockstep else Engine(), handshake_address, dp_rank))
+    engine = Lockstep() if lockstep else Engine()
+    asyncio.run(run_engine_core(engine, handshake_address, dp_rank, handshake=HandshakeOptions(**handshake)))
 
 
 def serve_after_death(handshake_address: str, dp_rank: int, local_dp_rank: int, died: str, kill: str) -> None:

@@ -19,12 +19,12 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-import launch_targets as targets
 import psutil
 import pytest
 import uvloop
 from managed import gone, open_things
 from served_engine import Engine, ask, here_and_there, stop
+from supervised import serve
 from support import eventually
 
 from aioshm.engine import (
@@ -420,7 +420,7 @@ class TestEnding:
 
 class TestLaunch:
     def test_launch_serves_names_a_death_and_ends(self) -> None:
-        with launch_core_engines(targets.serve, 2) as launch:
+        with launch_core_engines(serve, 2) as launch:
             assert sorted(launch.report.engines if launch.report else []) == [0, 1]
             assert launch.coordinator is not None
             with ThreadPoolExecutor(4) as pool:
@@ -440,8 +440,8 @@ class TestLaunch:
             launch.client.call("add", 1)
 
     def test_a_failure_is_named(self) -> None:
-        with pytest.raises(EngineStartupError, match="rank 0 has no device"):
-            with launch_core_engines(targets.fail, kwargs={"how": {0: "at once"}}):
+        with pytest.raises(EngineStartupError, match="no memory left on device 0"):
+            with launch_core_engines(serve, kwargs={"crash": __file__}):
                 raise AssertionError("not reached")
 
     def test_an_interrupt_while_they_start(self) -> None:
@@ -449,12 +449,12 @@ class TestLaunch:
         before = set(psutil.Process().children())
         interrupt_when(lambda: set(psutil.Process().children()) - before)
         with pytest.raises(KeyboardInterrupt):
-            with launch_core_engines(targets.fail, kwargs={"how": {0: "hangs"}}) as launch:
+            with launch_core_engines(serve, kwargs={"stuck": __file__}) as launch:
                 started.append(launch)
         assert not started
 
     def test_clients_elsewhere(self) -> None:
-        with launch_core_engines(targets.serve, num_api_servers=1, wait=False) as launch:
+        with launch_core_engines(serve, num_api_servers=1, wait=False) as launch:
             with pytest.raises(RoleError, match="there is no client here"):
                 _ = launch.client
             with EngineClient(launch.addresses, 1) as client:

@@ -10,12 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import launch_targets as targets
 import pytest
 import uvloop
 import zmq
 from managed import gone, open_things
 from served_engine import ask, collected, stop
+from supervised import serve
 from support import eventually
 
 from aioshm.engine import (
@@ -61,7 +61,7 @@ class TestServing:
         progress: list[StartupProgress] = []
         cache = SimpleNamespace(num_gpu_blocks=1)
         async with launch_core_engines(
-            targets.serve,
+            serve,
             2,
             startup=StartupOptions(on_progress=progress.append, cache_config=cache, progress_timeout=60),
         ) as launch:
@@ -87,7 +87,7 @@ class TestServing:
     async def test_wildcard_is_sent_as_an_address_of_the_host(self) -> None:
         addresses = EngineZmqAddresses(["tcp://*:0"], ["tcp://0.0.0.0:0"])
         async with launch_core_engines(
-            targets.serve,
+            serve,
             2,
             1,
             wait=False,
@@ -98,7 +98,9 @@ class TestServing:
             for address in told:
                 assert address.startswith(f"tcp://{own_address()}:")
                 assert int(address.rpartition(":")[2]) > 0
-            there = CoreEngineProcManager(targets.serve_over_there, 1, 1, handshake_address=launch.handshake_address)
+            there = CoreEngineProcManager(
+                serve, 1, 1, local=False, headless=True, handshake_address=launch.handshake_address
+            )
             async with there:
                 report = await launch.wait_until_ready(60)
                 assert [report.engines[rank].local for rank in range(2)] == [True, False]
@@ -110,7 +112,7 @@ class TestServing:
         """Over TCP everything is encrypted unless that is switched off; here somebody says that an engine has died."""
         addresses = EngineZmqAddresses([ANY], [ANY])
         async with launch_core_engines(
-            targets.serve,
+            serve,
             kwargs={"secure": secure},
             layout=EngineLayout(addresses=addresses, handshake_address=ANY),
             client=ClientOptions(secure=secure),
@@ -137,20 +139,20 @@ async def enter(*arguments: Any, **options: Any) -> None:
 
 class TestFailures:
     async def test_engine_that_does_not_start_is_named(self) -> None:
-        text = r"EngineCore_1 \(pid \d+, before HELLO\) exited with code 1(.|\n)*rank 1 has no device"
+        text = r"EngineCore_[01] \(pid \d+, before HELLO\) exited with code 1(.|\n)*no memory left on device [01]"
         with pytest.raises(EngineStartupError, match=text) as caught:
-            await enter(targets.fail, 2, kwargs={"how": {1: "at once"}})
-        assert "EngineCore_1" in caught.value.failed
+            await enter(serve, 2, kwargs={"crash": __file__})
+        assert {"EngineCore_0", "EngineCore_1"} & {*caught.value.failed}
 
     async def test_an_address_that_cannot_be_bound(self) -> None:
         addresses = EngineZmqAddresses(["tcp://256.0.0.1:1"], [ANY])
         with pytest.raises(OSError, match=r"cannot bind tcp://256\.0\.0\.1:1"):
-            await enter(targets.serve, 2, layout=EngineLayout(addresses=addresses))
+            await enter(serve, 2, layout=EngineLayout(addresses=addresses))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("victim", ["engine", "coordinator"])
     async def test_a_death_while_they_serve(self, victim: str) -> None:
-        async with launch_core_engines(targets.serve, 2) as launch:
+        async with launch_core_engines(serve, 2) as launch:
             stream = launch.client.submit(ask("a", None), engine=0)
             await anext(stream)
             stop(pids_of(launch)[1 if victim == "engine" else 2])
@@ -162,7 +164,7 @@ class TestFailures:
     @pytest.mark.slow
     @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.2, 0.5, 1.0])
     async def test_cancelled_at_any_moment(self, after_s: float) -> None:
-        task = asyncio.create_task(enter(targets.fail, 2, kwargs={"how": {0: "hangs"}}))
+        task = asyncio.create_task(enter(serve, 2, kwargs={"stuck": __file__}))
         await asyncio.sleep(after_s)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -202,4 +204,4 @@ class TestArguments:
         layout = {name: value for name, value in arguments.items() if name not in own}
         startup = StartupOptions(**own.pop("startup", {}))
         with pytest.raises(error, match=text):
-            await enter(targets.serve, **{"engine_count": 2, **own}, layout=EngineLayout(**layout), startup=startup)
+            await enter(serve, **{"engine_count": 2, **own}, layout=EngineLayout(**layout), startup=startup)

@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import launch_targets
 import pytest
 from served_engine import ask, collected, stop, until
 from supervised import MANY, pids, serve, serve_after_death, serve_one_by_one
@@ -285,13 +284,11 @@ async def test_host_with_a_front_end_of_its_own_and_its_coordinator_restarts() -
     hybrid = StartupOptions(parallel_config={"data_parallel_hybrid_lb": True})
     async with (
         launch_core_engines(
-            launch_targets.serve, 2, 1, wait=False, layout=EngineLayout(start_index=1, handshake_address=place)
+            serve, 2, 1, wait=False, layout=EngineLayout(start_index=1, handshake_address=place)
         ) as second,
         AsyncExitStack() as stack,
     ):
-        supervisor = EngineSupervisor(
-            launch_targets.serve, 2, local_engine_count=1, restart=MANY, layout=layout, startup=hybrid
-        )
+        supervisor = EngineSupervisor(serve, 2, local_engine_count=1, restart=MANY, layout=layout, startup=hybrid)
         stack.push_async_callback(supervisor.aclose)
         await asyncio.gather(supervisor.open(), second.wait_until_ready(60))
         coordinator = supervisor.launch.coordinator
