@@ -103,7 +103,7 @@ async def test_stopped_engine_is_not_killed_and_comes_back() -> None:
         try:
             await until(lambda: supervisor.engines[0].state == "stopped" and supervisor.engines[0].where)
             assert client.submit(ask("a")).engine == 1
-            await asyncio.sleep(2 * HANG_S)
+            await asyncio.sleep(1.5 * HANG_S)
         finally:
             stop(victim, signal.SIGCONT)
         await until(lambda: supervisor.engines[0].state == "running")
@@ -216,7 +216,7 @@ async def test_in_lockstep_nobody_is_killed_for_a_stopped_engine(tmp_path: Path)
         stop(before[1], signal.SIGSTOP)
         try:
             await until(lambda: [info.state for info in supervisor.engines] == ["stalled", "stopped"])
-            await asyncio.sleep(2 * HANG_S)
+            await asyncio.sleep(1.5 * HANG_S)
         finally:
             stop(before[1], signal.SIGCONT)
         await until(lambda: [info.state for info in supervisor.engines] == ["running"] * 2)
