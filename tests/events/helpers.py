@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from aioshm.events import BlockRemoved, BlockStored, Delivery, EventBatch, EventSubscriber, ZmqEventPublisher
+from aioshm.events import BlockStored, Delivery, EventBatch, EventSubscriber, ZmqEventPublisher
 
 ANY = "tcp://127.0.0.1:0"
 PATIENCE_S = 20.0
@@ -24,6 +24,14 @@ class Ends:
         options.setdefault("bind", True)
         made = ZmqEventPublisher(rank, endpoint, replay, **options)
         self._all.append(made)
+        return made
+
+    async def filled(self, count: int, events: int = 1, **options: Any) -> Any:
+        """Return a publisher that has sent batches 0 to ``count`` - 1."""
+        made = self.publisher(**options)
+        for number in range(count):
+            made.publish(batch(number, events))
+        await made.flush(PATIENCE_S)
         return made
 
     def subscriber(self, publisher: Any, *args: Any, replay: bool = True, **options: Any) -> EventSubscriber:
@@ -55,10 +63,6 @@ def publish_from_threads(publisher: Any, threads: int, count: int) -> None:
     for thread in running:
         thread.join()
     publisher.flush(PATIENCE_S)
-
-
-def removed(number: int) -> EventBatch:
-    return EventBatch(float(number), [BlockRemoved([number * 1000], "GPU")])
 
 
 async def take(subscriber: EventSubscriber, count: int) -> list[Delivery]:

@@ -166,12 +166,6 @@ class TestWithReplay:
         play = Play().live(*range(2 * REMEMBERED), 2 * REMEMBERED - 1).asks(None)
         play.live(0).asks(2 * REMEMBERED - 1)  # a copy, or another publisher's
 
-    def test_late_subscriber_gets_earlier_batches(self) -> None:
-        play = Play(begun=False).asks(0).answer(0, 1).live(2)
-        play.answer(1, 2)  # the first live batch may be of an older publisher
-        play.live(3).got(0, 1, 2, 3)
-        Play(5, begun=False).asks(5).answer(5, 6).got(5, 6)
-
     def test_answer_that_begins_behind_the_message_that_waits_goes_after_the_live_ones(self) -> None:
         play = Play().live(0, 5).asks(0)
         assert not play.tracker.replayed(message(8))  # of a buffer that has only the newest
@@ -190,13 +184,6 @@ class TestWithReplay:
         for arrival in range(2, 6):
             play.live(4 + arrival, arrival=arrival).asks(None)
         play.got().live(2, body="new", arrival=6).asks(1).answer(1, 2, body="new").got(2)
-
-    def test_an_answer_that_never_comes_ends_in_a_loss(self) -> None:
-        play = Play().live(3).cut()
-        item = play.out.popleft()
-        assert isinstance(item, Lost)
-        assert (item.first, item.last, item.reason) == (0, 2, "silence")
-        play.got(3)
 
     def test_a_restart_behind_a_gap_is_found_out(self) -> None:
         play = Play().live(0, 1, 2, body="old").live(5, body="new").asks(2).answer(*range(2, 7), body="new").asks(0)
@@ -251,17 +238,10 @@ class TestNewConnections:
 
 
 class TestGonePublishers:
-    def test_publisher_whose_connection_ended_is_reported_once_and_forgotten(self) -> None:
-        play = Play(replay=False, gone_after_s=10).live(0, over=1)
+    def test_publisher_that_comes_back_after_the_time_is_a_new_one(self) -> None:
+        play = Play(replay=False, gone_after_s=10).live(0, over=1).end(1).at(9).got(0).at(10).got("gone")
+        play.at(100).live(0, over=2).got(0)
         assert play.tracker.gone_at is None
-        play.now = 5
-        assert play.end(1).tracker.gone_at == 15
-        play.at(14).got(0).at(15)
-        [item] = play.out
-        assert isinstance(item, PublisherGone)
-        assert (item.source.rank, item.expected, item.after_s) == (0, 1, 10)
-        play.at(100).got("gone").live(0, over=2).got(0)
-        assert (play.tracker.gone_at, play.stats.gone) == (None, 1)
 
     def test_publisher_that_comes_back_in_time_is_not_gone(self) -> None:
         play = Play(replay=False, gone_after_s=10).live(0, over=1).end(1).live(1, over=2)
@@ -273,19 +253,6 @@ class TestGonePublishers:
         play.end(1).now = 5
         play.tracker.live(message(1), connection)  # it waited in the backlog
         play.at(14).got(0, 1).at(15).got("gone")
-
-    def test_silent_publisher_whose_connection_stays_is_not_gone(self) -> None:
-        play = Play(replay=False, gone_after_s=10).live(0, over=0).live(0, rank=1, over=1)
-        play.end(1).at(50).got(0, 0, "gone")
-        assert play.tracker.gone_at is None
-
-    def test_idle_publisher_is_not_gone_while_its_replay_confirms_it(self) -> None:
-        play = Play(gone_after_s=10).live(0, over=1).back(1)
-        for now in range(0, 80, 5):
-            play.now = now
-            play.answer(0) if now < 50 else play.cut()
-            play.at(now).check()
-        play.got(0, "gone")
 
     def test_publisher_known_by_replay_alone_is_gone_with_its_connection(self) -> None:
         Play(begun=False, gone_after_s=10).answer(0).end(1).at(10).got(0, "gone")

@@ -21,10 +21,7 @@ from ..helpers import PATIENCE_S, Ends, batch, take
 
 @pytest.mark.parametrize(("wire_name", "form"), [("vllm-0.24+", "topic"), ("vllm-0.24", "legacy")])
 async def test_replay_answers(ends: Ends, raw: Any, wire_name: Any, form: Any) -> None:
-    publisher = ends.publisher(topic="kv", buffer_steps=5, wire=wire_name)
-    for n in range(8):
-        publisher.publish(batch(n))
-    await publisher.flush(PATIENCE_S)
+    publisher = await ends.filled(8, topic="kv", buffer_steps=5, wire=wire_name)
     client = raw(zmq.DEALER, publisher.replay_endpoint)
     for start, first in ((0, 3), (6, 6)):  # batches that left the buffer are missing in the answer
         *replies, end = await client.ask(b"", wire.pack_seq(start))
@@ -37,10 +34,7 @@ async def test_replay_answers(ends: Ends, raw: Any, wire_name: Any, form: Any) -
 
 
 async def test_req_socket_as_in_vllms_example_gets_the_first_reply_of_each_answer(ends: Ends, raw: Any) -> None:
-    publisher = ends.publisher(topic="kv-events")
-    for n in range(5):
-        publisher.publish(batch(n))
-    await publisher.flush(PATIENCE_S)
+    publisher = await ends.filled(5, topic="kv-events")
     for n in range(5):
         client = raw(zmq.REQ, publisher.replay_endpoint)  # a used one may still get replies of the answer before
         client.socket.send(wire.pack_seq(n))
@@ -101,10 +95,7 @@ async def test_peer_with_a_too_large_request_is_disconnected(ends: Ends, raw: An
 
 @pytest.mark.slow_on_uvloop
 async def test_slow_client_is_served_fully_without_delaying_further_clients(ends: Ends, raw: Any) -> None:
-    publisher = ends.publisher(buffer_steps=3000)
-    for n in range(3000):
-        publisher.publish(batch(n, 20))
-    await publisher.flush(PATIENCE_S)
+    publisher = await ends.filled(3000, 20, buffer_steps=3000)
     slow = raw(zmq.DEALER, publisher.replay_endpoint, hwm=1)
     slow.socket.rcvbuf = 4096
     slow.socket.send_multipart(wire.request(0))
@@ -122,34 +113,23 @@ async def test_slow_client_is_served_fully_without_delaying_further_clients(ends
 
 
 @pytest.mark.slow_on_uvloop
-async def test_a_client_that_stops_reading_is_given_up(ends: Ends, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_server, "STALLED_S", 0.1)
-    publisher = ends.publisher()
-    for n in range(5000):
-        publisher.publish(batch(n, 100))
-    await publisher.flush(PATIENCE_S)
-    stalled = raw(zmq.DEALER, publisher.replay_endpoint, hwm=1)
-    stalled.socket.send_multipart(wire.request(0))
-    await until(lambda: publisher.stats().abandoned_replays == 1)
-
-
-@pytest.mark.slow_on_uvloop
-async def test_a_client_that_leaves_is_forgotten(ends: Ends, raw: Any) -> None:
-    publisher = ends.publisher()
-    for n in range(5000):
-        publisher.publish(batch(n, 100))
-    await publisher.flush(PATIENCE_S)
-    leaving = raw(zmq.DEALER, publisher.replay_endpoint, hwm=1)
-    leaving.socket.send_multipart(wire.request(0))
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_client_that_stops_reading_or_leaves_is_given_up(
+    ends: Ends, raw: Any, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    if not leaves:
+        monkeypatch.setattr(replay_server, "STALLED_S", 0.1)
+    publisher = await ends.filled(5000, 100)
+    client = raw(zmq.DEALER, publisher.replay_endpoint, hwm=1)
+    client.socket.send_multipart(wire.request(0))
     await until(lambda: publisher.stats().replay_requests == 1)
-    leaving.socket.close()
+    if leaves:
+        client.socket.close()
     await until(lambda: publisher.stats().abandoned_replays == 1)
 
 
 async def test_requests_that_arrive_while_answers_are_sent_are_answered(ends: Ends) -> None:
-    publisher = ends.publisher()
-    publisher.publish(batch(0))
-    await publisher.flush(PATIENCE_S)
+    publisher = await ends.filled(1)
 
     def ask_at_once() -> None:
         with zmq.Context() as context:
@@ -177,10 +157,7 @@ async def test_answers_to_many_clients_leave_time_to_the_loop(
     ends: Ends, raw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replay_server, "_SLICE_S", 0.0)
-    publisher = ends.publisher()
-    for n in range(50):
-        publisher.publish(batch(n))
-    await publisher.flush(PATIENCE_S)
+    publisher = await ends.filled(50)
     clients = [raw(zmq.DEALER, publisher.replay_endpoint) for _ in range(16)]
     for client in clients:
         client.socket.send_multipart(wire.request(0))

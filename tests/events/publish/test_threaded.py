@@ -6,13 +6,13 @@ import asyncio
 import os
 import signal
 import threading
-import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+from support import eventually
 
 from aioshm import QueueFull, RoleError, blocking
 from aioshm.events import (
@@ -30,13 +30,6 @@ from aioshm.events import (
 from aioshm.process.loop_thread import LoopThread
 
 from ..helpers import ANY, PATIENCE_S, batch, publish_from_threads, take
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @contextmanager
@@ -80,16 +73,13 @@ class TestThreaded:
         endpoint = publisher.endpoint
         with pytest.warns(ResourceWarning, match="was not closed: use `with`"):
             del publisher
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                again = ThreadedEventPublisher(0, endpoint, bind=True)
-            except OSError:
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
-            else:
-                break
-        again.close()
+
+        def bind_again() -> bool:
+            with suppress(OSError), ThreadedEventPublisher(0, endpoint, bind=True):
+                return True
+            return False
+
+        eventually(bind_again, "the port is free")
 
     def test_publishers_and_blocking_queues_share_one_thread(self) -> None:
         with ThreadedEventPublisher(0, ANY, bind=True), ThreadedEventPublisher(0, ANY, bind=True):
@@ -149,7 +139,7 @@ class TestThreaded:
         with full(publisher, 1):
             for thread in threads:
                 thread.start()
-            wait_until(lambda: publisher._core._room_lock.locked())
+            eventually(publisher._core._room_lock.locked)
             publisher.shutdown()
             for thread in threads:
                 thread.join(PATIENCE_S)
@@ -187,7 +177,7 @@ class TestThreaded:
         with ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True) as publisher:
 
             def interrupt() -> None:
-                wait_until(lambda: publisher._core._room_lock.locked())
+                eventually(publisher._core._room_lock.locked)
                 os.kill(os.getpid(), signal.SIGINT)
 
             thread = threading.Thread(target=interrupt)

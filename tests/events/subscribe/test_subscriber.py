@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from iterating import EACH_WAY, END, Way, by_aclosing
@@ -42,10 +42,7 @@ async def test_subscriber_taken_by_a_builtin_gives_batches_and_the_end(ends: End
 
 
 async def test_late_subscriber_gets_everything_or_a_loss(ends: Ends) -> None:
-    publisher = ends.publisher(buffer_steps=10)
-    for n in range(25):
-        publisher.publish(batch(n))
-    await publisher.flush(PATIENCE_S)
+    publisher = await ends.filled(25, buffer_steps=10)
     everything = ends.subscriber(publisher)
     with pytest.raises(EventsLost) as caught:
         await anext(everything)
@@ -57,9 +54,7 @@ async def test_late_subscriber_gets_everything_or_a_loss(ends: Ends) -> None:
 
 
 async def test_live_start_begins_with_the_first_arrival(ends: Ends) -> None:
-    publisher = ends.publisher()
-    publisher.publish(batch(0))
-    await publisher.flush()
+    publisher = await ends.filled(1)
     subscriber = ends.subscriber(publisher, start="live")
     subscriber.open()
     item = await publish_until_delivery(publisher, subscriber)
@@ -173,10 +168,20 @@ def test_bad_arguments_are_named(arguments: Any, options: Any) -> None:
         EventSubscriber(*arguments, **options)
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-async def test_payload_of_exactly_the_limit_arrives(nothing_left: None, encrypted: bool) -> None:
-    server = CurveKeys.generate() if encrypted else None
-    client = CurveKeys.generate(server.public) if server else None
+Keys: TypeAlias = tuple[CurveKeys | None, CurveKeys | None]
+"""Of the end that binds, and of the end that connects."""
+
+
+@pytest.fixture(params=["open", "encrypted"])
+def keys(request: pytest.FixtureRequest) -> Keys:
+    if request.param == "open":
+        return None, None
+    server = CurveKeys.generate()
+    return server, CurveKeys.generate(server.public)
+
+
+async def test_payload_of_exactly_the_limit_arrives(nothing_left: None, keys: Keys) -> None:
+    server, client = keys
     largest = EventBatch(1.0, [BlockRemoved([bytes(1000)], "GPU")])
     size = len(BatchEncoder().encode(largest, 0))
     async with EventSubscriber(ANY, start="live", bind=True, curve=server, max_payload_bytes=size) as subscriber:
@@ -190,10 +195,8 @@ async def test_payload_of_exactly_the_limit_arrives(nothing_left: None, encrypte
     assert subscriber.stats().garbage == subscriber.stats().reconnects == 0
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-async def test_longest_topic_is_subscribed_to(nothing_left: None, encrypted: bool) -> None:
-    server = CurveKeys.generate() if encrypted else None
-    client = CurveKeys.generate(server.public) if server else None
+async def test_longest_topic_is_subscribed_to(nothing_left: None, keys: Keys) -> None:
+    server, client = keys
     topic = "t" * MAX_TOPIC_BYTES
     async with ZmqEventPublisher(0, ANY, bind=True, topic=topic, curve=server) as publisher:
         async with EventSubscriber(publisher.endpoint, topic=topic, start="live", curve=client) as subscriber:

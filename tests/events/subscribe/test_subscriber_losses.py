@@ -42,10 +42,7 @@ def endpoints() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("late", ["the timer", "the loop"])
 async def test_answer_that_takes_long_is_read_to_its_end(ends: Ends, late: str) -> None:
     """The answer is overdue only if nothing has come for so long: not as a whole, nor because the loop was busy."""
-    publisher = ends.publisher()
-    for n in range(3000):
-        publisher.publish(batch(n, 20))
-    await publisher.flush()
+    publisher = await ends.filled(3000, 20)
     subscriber = ends.subscriber(publisher, max_waiting=5000, replay_timeout=PATIENCE_S)
     subscriber.open()
     (source,) = subscriber._sources
