@@ -37,7 +37,7 @@ from aioshm.events.protocol.messages import (
     KVEventBatch,
     UnknownEvent,
 )
-from aioshm.events.protocol.wire import ENCODINGS, Encoding
+from aioshm.events.protocol.wire import Encoding
 
 if TYPE_CHECKING:
     from aioshm.events.protocol._encoder import EventEncoder
@@ -77,8 +77,6 @@ class BatchEncoder:
     """Encodes batches; not thread-safe."""
 
     def __init__(self, encoding: Encoding = "map", *, native: bool = True) -> None:
-        if encoding not in ENCODINGS:
-            raise ValueError(f"encoding must be one of {ENCODINGS}, not {encoding!r}")
         self._native: EventEncoder | None = None
         if native and encoding == "map":
             self._native = _native_encoder()

@@ -70,19 +70,7 @@ class Outbox:
         self._lock = threading.Lock()
         self._idle = True  # the sender found nothing to do, and must be woken
 
-    @property
-    def room(self) -> int:
-        """How many more batches fit."""
-        return self._max_size - len(self.waiting)
-
-    def waiting_before(self, seq: int) -> int:
-        """Return how many batches with a number below ``seq`` wait; may count dropped ones."""
-        with self._lock:
-            if not self.waiting:
-                return 0
-            return max(0, min(len(self.waiting), seq - self.waiting[0][0]))
-
-    def put(self, batch: EventBatch) -> bool:
+    def put(self, batch: EventBatch, *, may_drop: bool = True) -> bool:
         """Number ``batch`` and queue it if there is room; True if the caller must wake the sender."""
         with self._lock:
             if self.closed:
@@ -90,7 +78,7 @@ class Outbox:
             seq = self.published
             if len(self.waiting) < self._max_size:
                 self.waiting.append((seq, batch))
-            elif self._overflow == "drop":
+            elif may_drop and self._overflow == "drop":
                 self.dropped += 1
             else:
                 raise QueueFull(f"{len(self.waiting)} event batches wait to be sent, max_queue_size allows no more")

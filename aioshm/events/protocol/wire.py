@@ -17,7 +17,6 @@ from typing import Literal, NamedTuple, TypeAlias
 from aioshm.errors import CodecError
 
 Encoding: TypeAlias = Literal["array", "map"]
-ENCODINGS = ("array", "map")
 
 ReplayFormat: TypeAlias = Literal["topic", "legacy"]
 

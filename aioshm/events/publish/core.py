@@ -155,22 +155,19 @@ class PublisherCore:
     async def put(self, batch: EventBatch, timeout: float | None) -> None:
         """Put a batch into the outbox; wait if the outbox is full, or if earlier calls wait for room."""
         waiting = len(self.outbox.waiting)
-        if self.outbox.room <= 0:
-            self._drain_soon()  # a `publish` that was interrupted may not have woken the core
         try:
             async with asyncio.timeout(timeout), self._room_lock:
                 while not self._try_put(batch):
+                    self._drain_soon()  # a `publish` that was interrupted may not have woken the core
                     await self._next_progress()
         except TimeoutError:
             raise TimeoutError(f"{waiting} event batches still wait to be sent after {timeout} s") from None
 
     def _try_put(self, batch: EventBatch) -> bool:
-        if self.outbox.room <= 0 and not self.outbox.closed:
-            return False
         try:
-            if self.outbox.put(batch):
+            if self.outbox.put(batch, may_drop=False):
                 self._drain_soon()
-        except QueueFull:  # another thread was faster
+        except QueueFull:
             return False
         return True
 
@@ -179,13 +176,13 @@ class PublisherCore:
         if self.outbox.waiting:
             self._drain_soon()  # as in `put`
         target = self.outbox.published
-        waiting = 0
+        waiting = self.outbox.waiting
         try:
             async with asyncio.timeout(timeout):
-                while (waiting := self.outbox.waiting_before(target)) > 0:
+                while waiting and waiting[0][0] < target:
                     await self._next_progress()
         except TimeoutError:
-            raise TimeoutError(f"{waiting} event batches still wait to be sent after {timeout} s") from None
+            raise TimeoutError(f"{len(waiting)} event batches still wait to be sent after {timeout} s") from None
         if self._stopped and self._abandoned_from < target:
             raise PublisherClosed(f"closed before batch {self._abandoned_from} and later ones were sent")
 

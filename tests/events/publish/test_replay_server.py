@@ -19,7 +19,9 @@ from aioshm.events.publish import replay_server
 from ..helpers import PATIENCE_S, Ends, batch, take
 
 
-@pytest.mark.parametrize(("wire_name", "form"), [("vllm-0.24+", "topic"), ("vllm-0.24", "legacy")])
+@pytest.mark.parametrize(
+    ("wire_name", "form"), [("vllm-0.24+", "topic"), ("vllm-0.24", "legacy"), ("vllm-0.9", "legacy")]
+)
 async def test_replay_answers(ends: Ends, raw: Any, wire_name: Any, form: Any) -> None:
     publisher = await ends.filled(8, topic="kv", buffer_steps=5, wire=wire_name)
     client = raw(zmq.DEALER, publisher.replay_endpoint)

@@ -17,14 +17,6 @@ from aioshm.zeromq import hosts
 from ..helpers import Ends
 
 
-@pytest.mark.parametrize(
-    ("name", "formats"),
-    [("vllm-0.24+", ("map", "topic")), ("vllm-0.24", ("map", "legacy")), ("vllm-0.9", ("array", "legacy"))],
-)
-def test_wire_names_the_formats(name: Any, formats: tuple[str, str]) -> None:
-    assert wire.formats_of(name) == formats
-
-
 class TestNames:
     @pytest.mark.parametrize("kind", [EventPublisher, ZmqEventPublisher, ThreadedEventPublisher])
     def test_class_attributes_equal_those_of_vllm(self, kind: Any) -> None:
