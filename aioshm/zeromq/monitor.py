@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from time import monotonic
 from typing import NamedTuple
 
 import zmq
@@ -39,8 +40,10 @@ class Monitor:
     def __init__(self, socket: zmq.Socket[bytes], *, also: int = 0) -> None:
         self.connections: int = 0  # connections as of the last `read`
         self.handshakes: int = 0  # connections that finished their handshake so far
-        self.reconnects: int = 0  # connections that came back
-        self.handshake_failures: int = 0  # connections with a failed handshake
+        # Since when there is no connection, by the monotonic clock; None while there is one.
+        self.down_since: float | None = monotonic()
+        self.failed: bool = False  # the latest connection, or attempt, has failed
+        self.refused: bool = False  # authentication has failed since the last connection
         self._gone: set[int] = set()
         self._monitored = socket
         with naming_limits("the monitor of a ZeroMQ socket"):
@@ -56,19 +59,29 @@ class Monitor:
         came_back = 0
         failed: list[HandshakeFailure] = []
         for kind, value, endpoint in self.events():
+            self.failed = kind != zmq.EVENT_HANDSHAKE_SUCCEEDED
             if kind & _HANDSHAKE_FAILURES:
                 failed.append(HandshakeFailure(endpoint, _reason(kind, value)))
+                self.refused = self.refused or kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH
             elif kind == zmq.EVENT_DISCONNECTED:
                 self.connections = max(0, self.connections - 1)
                 self._lost = True
+                if not self.connections and self.down_since is None:
+                    self.down_since = monotonic()
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connections += 1
                 self.handshakes += 1
+                self.down_since = None
+                self.refused = False
                 came_back += self._lost
                 self._lost = False
-        self.reconnects += came_back
-        self.handshake_failures += len(failed)
         return came_back, failed
+
+    def changed(self) -> bool:
+        """Read; return whether a connection came, ended, or was refused. Other failed attempts do not count."""
+        before = self.connections, self.handshakes, self.refused
+        self.read()
+        return before != (self.connections, self.handshakes, self.refused)
 
     def take_gone(self) -> set[int]:
         """Return the descriptors of connections that ended since the last call; the numbers may be in use again."""

@@ -151,10 +151,10 @@ class WriterSockets:
 
 
 class Connection:
-    """Stands for `aioshm.queue.remote.sockets.Connection`."""
+    """Stands for `aioshm.zeromq.monitor.Monitor`."""
 
     def __init__(self, now: float) -> None:
-        self.up, self.refused, self.connections = False, False, 0
+        self.up, self.refused, self.handshakes = False, False, 0
         self.down_since: float | None = now
         self.link: Link | None = None
 
@@ -197,7 +197,7 @@ class ReaderSockets:
         link = connection.link = Link(self.network, self, writer, kind)
         writer.links.append(link)
         connection.up, connection.down_since = True, None
-        connection.connections += 1
+        connection.handshakes += 1
         if kind == "data":
             for topic in self._topics:
                 self._send_subscription(link, topic)

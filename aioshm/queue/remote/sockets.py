@@ -107,7 +107,7 @@ class DataSubscriber:
             open_socket(sockets.context, zmq.SUB, endpoint, bind=False, hwm=0, curve=curve, silence_s=silence_s)
         )
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-        self.connection: Connection = Connection(self._socket)
+        self.connection: Monitor = Monitor(self._socket, also=zmq.EVENT_CONNECT_RETRIED)
         sockets.add(self.connection.pair)
         attach(self._socket, endpoint, bind=False)
         self._on_data = on_data
@@ -126,36 +126,6 @@ class DataSubscriber:
             self._on_data(frames[0].buffer, frames[1].buffer)
         else:
             self._on_data(memoryview(b""), None)  # malformed
-
-
-class Connection:
-    """The state of a socket's connection, from the events of its monitor."""
-
-    def __init__(self, sock: Socket) -> None:
-        self._monitor = Monitor(sock, also=zmq.EVENT_CONNECT_RETRIED)
-        self.pair: Socket = self._monitor.pair  # the socket to watch
-        self.up: bool = False
-        # The time of the loss, by the monotonic clock; None while connected.
-        self.down_since: float | None = monotonic()
-        self.failed: bool = False  # the connection, or the latest attempt, has failed
-        self.refused: bool = False  # the latest handshake failed by authentication
-        self.connections: int = 0  # how many connections there were
-
-    def changed(self) -> bool:
-        """Process the monitor's events; return whether the connection changed. Failed attempts do not count."""
-        before = self.up, self.connections, self.refused
-        for event, *_ in self._monitor.events():
-            self.failed = event != zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self.refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or (self.refused and not self.up)
-            if not self.failed:
-                self.up = True
-                self.down_since = None
-                self.refused = False
-                self.connections += 1
-            elif self.up:
-                self.up = False
-                self.down_since = monotonic()
-        return before != (self.up, self.connections, self.refused)
 
 
 class ReaderSockets:
@@ -187,14 +157,14 @@ class ReaderSockets:
                 curve=remote.keys,
                 silence_s=options.remote_timeout,
             )
-            self.control_connection: Connection = Connection(self._dealer)
+            self.control_connection: Monitor = Monitor(self._dealer, also=zmq.EVENT_CONNECT_RETRIED)
             self._sockets.add(self.control_connection.pair)
             self._dealer.setsockopt(zmq.ROUTING_ID, b"\x01" + secrets.token_bytes(15))
             attach(self._dealer, remote.control, bind=False)
         except BaseException:
             self._sockets.close()
             raise
-        self.data_connection: Connection = self._data.connection
+        self.data_connection: Monitor = self._data.connection
         self._control = Pump.of_messages(loop, self._dealer, self._receive, whole(self._dealer))
         self._monitors = [
             Pump(loop, connection.pair, self._look_at_connections)
@@ -208,7 +178,7 @@ class ReaderSockets:
     @property
     def reconnects(self) -> int:
         """How many connections were lost and restored."""
-        return max(0, self.data_connection.connections - 1) + max(0, self.control_connection.connections - 1)
+        return max(0, self.data_connection.handshakes - 1) + max(0, self.control_connection.handshakes - 1)
 
     def subscribe(self, topics: Sequence[bytes]) -> None:
         """Receive messages that begin with these bytes."""

@@ -108,7 +108,7 @@ class NetworkSource(Source):
         self._resent = 0  # messages that the writer sends, or has sent, again
         self._leaving = False
         self._released = False  # the writer does not wait for this reader
-        self._connections = 0
+        self._handshakes = 0  # of the control connection, answered by a greeting
         self._timers: dict[Callable[[], object], asyncio.TimerHandle] = {}
         self._limiter = LogLimiter(COMPLAINT_S)
         self.receive: Callable[[], Any] = self._receive
@@ -167,8 +167,8 @@ class NetworkSource(Source):
         """Handle a change of the connections."""
         assert self.sockets is not None
         control = self.sockets.control_connection
-        if control.connections > self._connections:
-            self._connections = control.connections
+        if control.handshakes > self._handshakes:
+            self._handshakes = control.handshakes
             self._introduce()
         if control.refused or self.sockets.data_connection.refused:
             self.give_up(lambda: HandleError(f"{self._state!r}: the writer does not let the handle's key in"))
@@ -422,7 +422,7 @@ class NetworkSource(Source):
 
     def ask_writer(self) -> bool:
         """Greet the writer once more: its event loop replies to each greeting. Any thread may call this."""
-        if self.welcome is None or self.sockets is None or not self.sockets.control_connection.up:
+        if self.welcome is None or self.sockets is None or self.sockets.control_connection.down_since is not None:
             return False
         if self._heard >= self._asked:
             self._asked = monotonic()
@@ -451,7 +451,7 @@ class NetworkSource(Source):
     def _obstacle(self) -> str:
         """Describe the obstacle to becoming ready."""
         endpoint = self._remote.control
-        if self.sockets is None or not self.sockets.control_connection.up:
+        if self.sockets is None or self.sockets.control_connection.down_since is not None:
             return f"no connection to {endpoint}: does the writer run there, and is the port open?"
         if self.welcome is None and self._why_not_yet:
             return f"the writer at {endpoint} does not admit it yet: {self._why_not_yet}"
@@ -482,7 +482,7 @@ class NetworkSource(Source):
             return logging.WARNING, self._obstacle()
         now = monotonic()
         heard = f", last heard of {seconds(now - self._heard)} ago"
-        if not (self.sockets.control_connection.up and self.sockets.data_connection.up):
+        if (self.sockets.control_connection.down_since, self.sockets.data_connection.down_since) != (None, None):
             return logging.WARNING, f"no connection to the writer at {self._remote.control}{heard}"
         writer = f"the writer (pid {self.welcome.pid} on {self.welcome.host}{heard})"
         silent_s = now - self._asked if self._heard < self._asked else None
@@ -505,7 +505,7 @@ class NetworkSource(Source):
     def announce_close(self) -> None:
         """Notify a writer that may have received this reader's greeting."""
         there = self.gone is None or self.window.complete
-        if there and self._connections and not self._released:
+        if there and self._handshakes and not self._released:
             self._leaving = True
             self._send(wire.Leave())
 
