@@ -56,24 +56,14 @@ def say(kind: int, address: int, *messages: list[bytes], identity: bytes = b"") 
     return attack
 
 
-def send_once(outputs: str, *messages: list[bytes]) -> None:
-    """Send messages to the address of outputs, and wait until they have arrived."""
+def empties(inputs: str, outputs: str, *_: str) -> None:
+    """Send 100 MB of empty arrays as outputs, which take 70 times as much when they are decoded."""
+    message = b"\x92\x00\xdd" + EMPTIES.to_bytes(4, "big") + b"\x90" * EMPTIES
     with zmq.Context() as context, context.socket(zmq.PUSH) as peer:
         peer.linger = peer.sndtimeo = max(3000, int(1000 * _seconds))
         peer.connect(outputs)
         with suppress(zmq.Again):  # the front end has closed the connection
-            for message in messages:
-                peer.send_multipart(message, copy=False)
-
-
-def empties(inputs: str, outputs: str, *_: str) -> None:
-    """Send 100 MB of empty arrays as outputs, which take 70 times as much when they are decoded."""
-    send_once(outputs, [b"\x92\x00\xdd" + EMPTIES.to_bytes(4, "big") + b"\x90" * EMPTIES])
-
-
-def frames(inputs: str, outputs: str, *_: str) -> None:
-    """Send 20 messages of 60,000 frames."""
-    send_once(outputs, *[[b"\x90"] * 60_000] * 20)
+            peer.send(message, copy=False)
 
 
 def stream(address: str, heads: list[bytes], parts: bytes) -> None:
@@ -122,7 +112,6 @@ ATTACKS: dict[str, Callable[..., None]] = {
     "wave": say(zmq.PUSH, 3, [pack([0, [], None, 0.0, None, None, 2**63 - 1, None])]),  # beyond all numbers
     "subscribe": say(zmq.XSUB, 4, [b"\x01"]),
     "empties": empties,
-    "frames": frames,
     "handshake_frame": handshake_frame,
     "endless_output": endless_output,
     "endless": endless,

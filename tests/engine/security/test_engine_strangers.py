@@ -41,7 +41,7 @@ MOST_S = 0.05
 MOST_BYTES = 64 << 20
 ATTACK_S = 0.6
 PATIENCE_S = 30.0
-AT_DATA = ("dead", "tokens", "rank", "empties", "frames", "handshake_frame", "endless_output", "endless")
+AT_DATA = ("dead", "rank", "handshake_frame", "endless_output", "endless")
 
 
 async def attack(
