@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
+from managed import open_things
+from support import eventually
 
 from aioshm.engine import get_engine_client_zmq_addr
 
@@ -21,3 +25,13 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
 @pytest.fixture
 def path(runtime_dir: Path) -> str:
     return get_engine_client_zmq_addr(True, "")
+
+
+@pytest.fixture
+def nothing_kept(runtime_dir: Path) -> Iterator[None]:
+    """Fail a test after which there are more descriptors, threads or socket files than before."""
+    uvloop.run(asyncio.sleep(0))  # opens descriptors for good
+    before = open_things()
+    yield
+    eventually(lambda: open_things() <= before, f"the end of {open_things() - before}")
+    assert not runtime_dir.exists() or list(runtime_dir.iterdir()) == []

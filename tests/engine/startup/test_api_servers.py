@@ -18,7 +18,7 @@ from typing import Any
 
 import engine_targets as targets
 import pytest
-from managed import gone, open_things
+from managed import gone
 from served_engine import Engine, stop, until
 from supervised import MANY, api_servers
 from support import eventually
@@ -135,8 +135,7 @@ class TestManager:
 
 
 class TestWaiting:
-    async def test_until_all_servers_are_done(self) -> None:
-        before = open_things()
+    async def test_until_all_servers_are_done(self, nothing_kept: None) -> None:
         api = servers([0, 0])
         engine = engines(None, 0)
         coordinator = Coordinator(None)
@@ -145,7 +144,6 @@ class TestWaiting:
         assert api.finished_procs() == {"ApiServer_0": 0, "ApiServer_1": 0}
         assert engine.finished_procs() == {"EngineCore_0": -signal.SIGTERM, "EngineCore_1": 0}
         assert all_ended(coordinator.manager)
-        eventually(lambda: open_things() <= before)
 
     @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("culprit", ["server", "engine", "coordinator"])
@@ -300,8 +298,7 @@ class TestRestarts:
                 for connection in (first, second, late):
                     connection.writer.close()
 
-    async def test_a_crash_loop_ends_everything_with_every_cause(self) -> None:
-        before = open_things()
+    async def test_a_crash_loop_ends_everything_with_every_cause(self, nothing_kept: None) -> None:
         api = servers([None, 3], restart=Restart(max_restarts=2, backoff_s=0.001))
         with pytest.raises(ProcessDied, match=r"^Process ApiServer_1 \(PID: \d+\) died with exit code 3; ") as caught:
             await wait_for_completion_or_failure(api)
@@ -311,7 +308,6 @@ class TestRestarts:
         assert (error.name, error.exitcode) == ("ApiServer_1", 3)
         assert api.processes[0].exitcode == -signal.SIGTERM
         assert [(info.state, info.restarts) for info in api.servers] == [("running", 0), ("exited", 2)]
-        eventually(lambda: open_things() <= before)
 
     async def test_code_0_is_no_death(self) -> None:
         api = servers([0, None], restart=MANY)
@@ -328,8 +324,7 @@ class TestRestarts:
         async with servers([0, 0], restart=MANY) as both:
             await both.wait()
 
-    async def test_closing_at_any_moment_of_a_restart_leaves_nothing(self) -> None:
-        before = open_things()
+    async def test_closing_at_any_moment_of_a_restart_leaves_nothing(self, nothing_kept: None) -> None:
         for turns in (0, 1, 3, 10):
             api = servers([None], restart=MANY)
             waiting = asyncio.create_task(api.wait())
@@ -346,7 +341,6 @@ class TestRestarts:
                 await waiting
             assert all_ended(api)
             assert gone(victim)
-        eventually(lambda: open_things() <= before)
 
     async def test_without_a_policy_a_death_is_the_end(self) -> None:
         async with servers([None, 5]) as api:

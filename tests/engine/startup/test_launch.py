@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from inspect import signature
-from multiprocessing import resource_tracker
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import uvloop
 import zmq
-from managed import gone, open_things
+from managed import gone
 from served_engine import ask, collected, stop
 from supervised import serve
-from support import eventually
 
 from aioshm.engine import (
     ClientOptions,
@@ -33,20 +28,9 @@ from aioshm.engine import (
 from aioshm.errors import EngineDead, EngineStartupError, QueueClosed
 from aioshm.zeromq.hosts import own_address
 
-pytestmark = pytest.mark.slow_on_uvloop
+pytestmark = [pytest.mark.usefixtures("nothing_kept"), pytest.mark.slow_on_uvloop]
 
 ANY = "tcp://127.0.0.1:0"
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept(runtime_dir: Path) -> Iterator[None]:
-    """Fail if a descriptor, a thread or a socket file is left."""
-    resource_tracker.ensure_running()  # what multiprocessing opens for good, and uvloop
-    uvloop.run(asyncio.sleep(0))
-    before = open_things()
-    yield
-    eventually(lambda: open_things() <= before, f"the end of {open_things() - before}")
-    assert not runtime_dir.exists() or list(runtime_dir.iterdir()) == []
 
 
 def pids_of(launch: CoreEngineLaunch) -> list[int]:
