@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import zmq
@@ -103,19 +104,15 @@ class LivePort:
             curve=settings.curve,
             silence_s=BOUND_SUBSCRIBER_SILENCE_S if self._bound else None,
         )
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self._sub.close)
             self._sub.setsockopt(zmq.SUBSCRIBE, settings.topic.encode())
             if self._bound:  # a socket that connects would not be connected again after a message that is too large
                 limit_frames(self._sub, settings.payload_limit(endpoint))
             self.monitor: Monitor = Monitor(self._sub)
-            try:
-                self.endpoint: str = attach(self._sub, endpoint, bind=self._bound)
-            except BaseException:
-                self.monitor.close()
-                raise
-        except BaseException:
-            self._sub.close()
-            raise
+            on_error.callback(self.monitor.close)
+            self.endpoint: str = attach(self._sub, endpoint, bind=self._bound)
+            on_error.pop_all()
         self.backlog: Backlog = Backlog(settings.max_backlog_bytes)
         self._stats = stats
         self._file = BoundFile(self.endpoint if self._bound else "")

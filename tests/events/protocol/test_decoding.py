@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from aioshm.errors import CodecError
-from aioshm.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, UnknownEvent
+from aioshm.events import BlockRemoved, BlockStored, EventBatch, UnknownEvent
 from aioshm.events.config import OPEN_MAX_PAYLOAD_BYTES
 from aioshm.events.protocol.encoding import (
     MIN_EVENT_BYTES,
@@ -68,11 +68,6 @@ class TestEngines:
         assert found == BlockStored([-5], -(1 << 63), [(1, 2), (2, 3)], 2, None, *(medium or [None]))
         again = msgspec.msgpack.decode(BatchEncoder("array").encode(EventBatch(1.0, [found], 0), None))
         assert again == [1.0, [[*event[:6], *(medium or [None])]], 0]
-
-    def test_events_without_newer_fields_are_read(self) -> None:
-        events = [["BlockStored", [1], None, [2], 1, None], ["BlockRemoved", [1]], {"type": "AllBlocksCleared"}]
-        found = BatchDecoder().decode(pack([1.0, events, 0])).events
-        assert found[-3:] == [BlockStored([1], None, [2], 1, None, None), BlockRemoved([1], None), AllBlocksCleared()]
 
     @pytest.mark.parametrize("form", ["array", "map"])
     def test_batch_that_is_a_map_is_read(self, form: Any) -> None:
