@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -51,18 +50,6 @@ def batch(number: int, events: int = 1) -> EventBatch:
     return EventBatch(
         float(number), [BlockStored([number * 1000 + i], None, [i], 1, None, "GPU") for i in range(events)]
     )
-
-
-def publish_from_threads(publisher: Any, threads: int, count: int) -> None:
-    """Publish so many batches from each of so many threads at once, and flush."""
-    running = [
-        threading.Thread(target=lambda: [publisher.publish(batch(n)) for n in range(count)]) for _ in range(threads)
-    ]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join()
-    publisher.flush(PATIENCE_S)
 
 
 async def take(subscriber: EventSubscriber, count: int) -> list[Delivery]:

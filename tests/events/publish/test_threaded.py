@@ -8,6 +8,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -29,7 +30,7 @@ from aioshm.events import (
 )
 from aioshm.process.loop_thread import LoopThread
 
-from ..helpers import ANY, PATIENCE_S, batch, publish_from_threads, take
+from ..helpers import ANY, PATIENCE_S, batch, take
 
 
 @contextmanager
@@ -54,7 +55,11 @@ def full(publisher: ThreadedEventPublisher, room: int) -> Iterator[None]:
 class TestThreaded:
     def test_any_thread_may_publish(self) -> None:
         with ThreadedEventPublisher(1, ANY, ANY, max_queue_size=100, bind=True) as publisher:
-            publish_from_threads(publisher, 4, 500)
+            with ThreadPoolExecutor(4) as pool:
+                publishing = [pool.submit(lambda: [publisher.publish(batch(n)) for n in range(500)]) for _ in range(4)]
+            for each in publishing:
+                each.result()
+            publisher.flush(PATIENCE_S)
             assert (publisher.stats().sent, publisher.stats().dropped) == (2000, 0)
 
             async def read() -> list[int]:
