@@ -79,10 +79,8 @@ class EngineLink:
         self.goes_on: bool = chosen.on_engine_death == "continue"
         this: EngineLink = weakref.proxy(self)
         self.engines: Engines = Engines(ranks, self.index, n_clients)
-        self.pending: Pending = Pending(self.engines, EnvelopeDecoder(chosen.output_type))
+        self.pending: Pending = Pending(self.engines, EnvelopeDecoder(chosen.output_type), this)
         self.pause: PauseOfEngines = PauseOfEngines(this)
-        self.pending.on_notice = self.pause.notice
-        self.pending.on_idle = lambda: this.note_idle()
         self.wave: int = 0  # as published by the coordinator
         self.dead: EngineDead | None = None  # why no message is sent any more
         # Whether to log how an engine has died; a supervisor logs that itself.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from time import monotonic
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 from aioshm.arguments import check_seconds
 from aioshm.engine.client.engines import Engine, Engines
@@ -28,6 +28,9 @@ from aioshm.engine.protocol.messages import (
 )
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.errors import AioshmError, CallFailed, CodecError, RequestAborted, RequestFailed, RoleError, copy_error
+
+if TYPE_CHECKING:
+    from aioshm.engine.client.link import EngineLink
 
 Output = TypeVar("Output")
 
@@ -234,16 +237,15 @@ class PendingCall(NamedTuple):
 class Pending:
     """The table of requests and calls in flight; dispatches outputs to them."""
 
-    def __init__(self, engines: Engines, decoder: EnvelopeDecoder) -> None:
+    def __init__(self, engines: Engines, decoder: EnvelopeDecoder, link: EngineLink | None = None) -> None:
         self.inboxes: dict[str, Inbox] = {}  # by request id, in the order of submission
         self.calls: dict[int, PendingCall] = {}  # by call id
-        self.on_notice: Callable[[Any], object] | None = None  # called with the order that a notice has
-        self.on_idle: Callable[[], object] | None = None  # called when an engine has become idle
         self.late_outputs: int = 0
         self.requests: int = 0  # requests sent in total
         self.failed: int = 0  # requests that ended with an error
         self._engines = engines
         self._decoder = decoder
+        self._link = link  # gets the notices of engines
         # Answers to calls of a former client at this address must not match calls of this one.
         self._call_ids = count(secrets.randbits(48))
         self._generations = count(1 + secrets.randbits(48))
@@ -356,8 +358,8 @@ class Pending:
                 call.answer.set_exception(copy_error(error))
 
     def _note_idle(self, engine: Engine) -> None:
-        if self.on_idle is not None and engine.leaving and not self.is_busy(engine):
-            self.on_idle()
+        if self._link is not None and engine.leaving and not self.is_busy(engine):
+            self._link.note_idle()
 
     # Outputs
 
@@ -424,8 +426,8 @@ class Pending:
 
     def _answer(self, answer: UtilityOutput) -> None:
         call = self.calls.get(answer.call_id)
-        if answer.call_id == NOTICE_ID and answer.result is not None and self.on_notice is not None:
-            self.on_notice(answer.result[1])
+        if answer.call_id == NOTICE_ID and answer.result is not None and self._link is not None:
+            self._link.pause.notice(answer.result[1])
         elif call is None or call.answer.done():
             self.late_outputs += 1
         elif answer.failure_message is not None:
