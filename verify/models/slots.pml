@@ -23,7 +23,7 @@
  *
  * WHOLE is was_evicted and ReaderBase.was_evicted: without that look at its flag after copying, a reader that is dismissed
  * in the middle of a copy may return a torn message before it hears that it was dismissed. Readers that the writer does
- * not wait for (WriterControl.pass_over, ReaderControl.lose) are not in this model.
+ * not wait for (WriterControl.pass_over, ReaderControl.lose) are in the model copying.
  *
  * Properties, as assertions: what is read is whole, is the message whose turn it is, and was published; a replacement
  * begins with the first message that was not taken; every chunk is free or in use, once. As the absence of a deadlock:
