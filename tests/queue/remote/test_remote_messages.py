@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,10 @@ from proxy import proxied
 from remotes import ready_ends, wide_writer
 from support import until
 
-from aioshm import MessageQueue, PeerDied
+from aioshm import MessageQueue, PeerDied, SharedMemoryError
 from aioshm.codec.frames import INLINE, RAW, body_bytes, split_body
-from aioshm.queue.remote import wire
-from aioshm.queue.remote.messages import Assembly, pack
+from aioshm.queue.remote import messages, wire
+from aioshm.queue.remote.messages import Assembly, MessageMemory, pack
 from aioshm.queue.remote.window import Outgoing
 from aioshm.queue.remote.wire import ONE_FRAME_BYTES, PART_BYTES
 
@@ -121,6 +123,25 @@ async def test_writer_that_dies_amid_a_message_leaves_its_reader_without_the_mes
 
 
 # What is received
+
+
+async def test_message_for_which_there_is_no_memory_is_named(
+    small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(_nbytes: int) -> MessageMemory:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    async with ready_ends(0, 1, codec="raw", remote_timeout=1.0) as (writer, (reader,)):
+        await writer.enqueue(b"before")
+        monkeypatch.setattr(messages, "MessageMemory", none_left)
+        await writer.enqueue(bytes(100_000))
+        assert await reader.dequeue(20) == b"before"
+        for _ in range(2):
+            with pytest.raises(
+                SharedMemoryError, match="message 1 of 100000 bytes does not fit into memory: raise the limits"
+            ) as caught:
+                await reader.dequeue(20)
+            assert caught.value.errno == errno.ENOMEM
 
 
 @pytest.mark.parametrize("codec", ["pickle", "msgpack"])
