@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -23,15 +21,6 @@ def eventually(condition: Callable[[], object], what: str = "the condition", wit
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come about within {within_s} s"
         time.sleep(0.005)
-
-
-def slowdown() -> float:
-    """Return how often longer than the CPU time of a process its start and end take now; 1 where CPUs are free."""
-    began, before = time.monotonic(), os.times()
-    subprocess.run([sys.executable, "-c", "import asyncio"], check=True)
-    took_s, after = time.monotonic() - began, os.times()
-    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
-    return max(1.0, took_s / max(cpu_s, 0.01))
 
 
 async def until(condition: Callable[[], object], what: str = "the condition", within_s: float = 30.0) -> None:

@@ -17,7 +17,6 @@ import aioshm.engine
 import aioshm.observe
 import aioshm.process
 import aioshm.testing
-from aioshm.deferred import import_when_used
 
 
 def loaded_by(program: str) -> set[str]:
@@ -77,19 +76,6 @@ def test_no_such_name() -> None:
         aioshm.Nothing  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(ImportError, match="Nothing"):
         from aioshm import Nothing  # type: ignore[attr-defined]  # noqa: F401
-
-
-def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    package = ModuleType("package_of_this_test")
-    monkeypatch.setitem(sys.modules, package.__name__, package)
-    (tmp_path / "__init__.pyi").write_text("from math import pi as pi\n")
-    find, names, public = import_when_used(package.__name__, str(tmp_path / "__init__.py"))
-    assert public == ["pi"]
-    assert "pi" not in vars(package)
-    assert "pi" in names()
-    assert find("pi") == vars(package)["pi"] > 3
-    with pytest.raises(AttributeError, match="no attribute 'math'"):
-        find("math")
 
 
 def test_a_package_in_a_zip_archive_has_its_names(tmp_path: Path) -> None:

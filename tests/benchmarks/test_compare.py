@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-
-from benchmarks.compare.cases import CASES, Case
-from benchmarks.compare.measure import cadence, fitting
-from benchmarks.framework.loops import Order
-from benchmarks.framework.stage import Stage
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60
 HERE = ["aioshm", "aioshm blocking", "zmq.asyncio", "pyzmq"]
-
-without_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is not None, reason="matplotlib is installed")
 
 
 def command(*arguments: str) -> list[str]:
@@ -82,37 +74,3 @@ def test_a_table_a_file_and_who_is_missing(tmp_path: Path) -> None:
         hint = "missing: iceoryx2 polling (iceoryx2 is not installed; `make bench-rivals` gets it)"
         assert hint in done.stderr
         assert hint in report["settings"]["missing"]
-
-
-@without_matplotlib
-def test_a_plot_without_matplotlib_says_how_to_get_it(tmp_path: Path) -> None:
-    done = run("--only", "dict", "--plot", str(tmp_path / "plot.svg"), code=2)
-    assert "make bench-rivals" in done.stderr
-    assert not done.stdout
-
-
-class Listening:
-    """What a stage does at a cadence, without its processes."""
-
-    name = "aioshm"
-
-    def __init__(self) -> None:
-        self.orders: list[tuple[int, int, int]] = []
-
-    async def perform(self, write: Order, read: Order) -> tuple[None, list[tuple[list[float], float]]]:
-        sent, _, seed = write.args
-        warm_up, count = read.args
-        assert sent == warm_up + count
-        self.orders.append((warm_up, count, seed))
-        return None, [([1.0] * count, 1.0)]
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.kind == "cadence"], ids=lambda case: case.name)
-def test_cadence_is_listened_to_for_long_and_with_other_gaps_each_time(case: Case) -> None:
-    listening = Listening()
-    stage = cast("Stage", listening)
-    count = asyncio.run(fitting(case, stage, 0.5))
-    assert count >= 300
-    for seed in range(3):
-        asyncio.run(cadence(case, stage, count, seed))
-    assert listening.orders == [(count // 4, count, seed) for seed in range(3)]

@@ -53,31 +53,6 @@ def test_a_message_that_is_not_the_expected_one_is_noticed(work: Workload) -> No
         work.check(message, 7)
 
 
-@pytest.mark.parametrize("work", KINDS, ids=lambda work: work.name)
-def test_a_message_that_is_cut_off_is_noticed(work: Workload) -> None:
-    [message] = work.numbered([7])
-    if work.body is None:
-        message = message[:-1]
-    else:
-        message[work.body] = message[work.body][:-1]
-    with pytest.raises(WrongMessageError):
-        work.check(message, 7)
-
-
-def test_ratios_and_a_promise_need_both_contestants() -> None:
-    found = report()
-    assert found.ratios("small dict", "aioshm", "the abacus", "messages_per_s") == []
-    found.hold("against the abacus", [], "x", 5, at_least=True)
-    assert found.remarks == ["not measured: against the abacus (at least 5x)"]
-    for rate in [10.0, 10.0, 100.0]:
-        found.result("small dict", "the abacus").add(messages_per_s=rate)
-    ratios = found.ratios("small dict", "aioshm", "the abacus", "messages_per_s")
-    assert ratios == [3, 1, 20]
-    found.hold("against the abacus", ratios, "x", 5, at_least=True)
-    [promise] = found.promises
-    assert (promise.text, promise.measured, promise.kept) == ("against the abacus (at least 5x)", 3, False)
-
-
 @pytest.mark.slow
 def test_the_committed_pictures_are_those_of_the_committed_figures(tmp_path: Path) -> None:
     """A picture names machine and date of the report beside it, and has its medians."""

@@ -175,8 +175,6 @@ def test_defaults() -> None:
     [
         ("throughput", signal.SIGKILL),
         pytest.param("compare", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("throughput", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("throughput", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("compare", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )

@@ -12,9 +12,8 @@ from pickle import PickleBuffer
 from typing import Any
 
 import pytest
-from codec_helpers import encode
+from codec_helpers import Refuses, encode, plain
 from hypothesis import given
-from hypothesis import strategies as st
 
 from aioshm.codec import Codec, get_codec, pickle5
 from aioshm.codec.base import HUGE_PAGE_BYTES, OUT_OF_BAND_BYTES
@@ -23,12 +22,6 @@ from aioshm.errors import CodecError
 Carry = Callable[[Codec, Any], Any]
 PICKLE = get_codec("pickle")
 LARGE = 3 * OUT_OF_BAND_BYTES
-
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
-    max_leaves=20,
-)
 
 
 class Colour(enum.Enum):
@@ -40,11 +33,6 @@ class Request:
     name: str
     payload: Any = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-class Refuses:
-    def __reduce__(self) -> Any:
-        raise RuntimeError("not today")
 
 
 class Nested:

@@ -9,7 +9,7 @@ from pickle import PickleBuffer
 from typing import Any
 
 import pytest
-from codec_helpers import encode
+from codec_helpers import Refuses, encode, plain
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,21 +22,10 @@ Carry = Callable[[Codec, Any], Any]
 PICKLE = get_codec("pickle")
 LARGE = 3 * OUT_OF_BAND_BYTES
 
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
-    max_leaves=20,
-)
-
 
 class Holder:
     def __init__(self, held: Any) -> None:
         self.held = held
-
-
-class Refuses:
-    def __reduce__(self) -> Any:
-        raise RuntimeError("not today")
 
 
 class Explodes:

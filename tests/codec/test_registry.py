@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from aioshm.codec import Encoded, cannot_decode, get_codec, loads_of, register_codec, registry, view_of
-from aioshm.codec.base import HUGE_PAGE_BYTES, own_copy
+from aioshm.codec import Encoded, get_codec, loads_of, register_codec, registry, view_of
 
 
 class Text:
@@ -107,39 +105,3 @@ def test_optional_parts() -> None:
     assert loads_of(changed)(b"abc") == 3
     assert view_of(changed)(memoryview(b"abc"), ()) == b"abc"
     assert loads_of(get_codec("raw")) is bytes
-
-
-def test_cannot_decode() -> None:
-    def fail(action: Callable[[], Any]) -> Exception:
-        held = bytearray(1)
-        try:
-            with memoryview(held):
-                action()
-        except Exception as error:
-            return error
-        raise AssertionError
-
-    error = fail(lambda: 1 / 0)
-    result = cannot_decode(error)
-    assert str(result) == "cannot unpickle a message: ZeroDivisionError: division by zero"
-    assert result.__cause__ is error
-    assert str(cannot_decode(error, "text")).startswith("cannot decode a text message: ZeroDivisionError")
-
-
-# Buffers
-
-
-@pytest.mark.parametrize("size", [0, 1, 4096, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 1])
-@pytest.mark.parametrize("with_numpy", [True, False])
-def test_own_copy(size: int, with_numpy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import numpy  # noqa: F401
-
-    if not with_numpy:
-        monkeypatch.delitem(sys.modules, "numpy")
-    source = bytearray(b"\x5a" * size)
-    copy = memoryview(own_copy(memoryview(source).toreadonly()))
-    assert (copy.nbytes, copy.format, copy.ndim, copy.readonly) == (size, "B", 1, False)
-    source[:] = b"\xa5" * size
-    assert copy == b"\x5a" * size
-    copy[:] = bytes(size)
-    assert source == b"\xa5" * size

@@ -9,14 +9,13 @@ import socket
 import pytest
 from doors import (
     TOKEN,
-    Door,
     Reader,
     hello,
     knock,
     opened,
     until_hung_up,
 )
-from loops import open_fds, turns
+from loops import open_fds
 from support import until
 
 from aioshm.errors import HandleError
@@ -79,19 +78,6 @@ class TestAdmission:
             for lifeline in lifelines:
                 lifeline.close()
 
-    async def test_waits_until_the_writer_runs_its_loop(self, any_address: str) -> None:
-        door = Door(any_address)
-        sock = dial(any_address, hello())
-        assert sock is not None
-        attaching = asyncio.ensure_future(attach(any_address, hello(), sock))
-        await turns(10)
-        assert not attaching.done()
-        door.start()
-        reader = Reader(await asyncio.wait_for(attaching, 10))
-        door.close()
-        await reader.hears("closed")
-        reader.lifeline.close()
-
     @pytest.mark.parametrize(
         ("greeting", "reason"),
         [
@@ -139,23 +125,6 @@ class TestAdmission:
 
 
 class TestSignals:
-    async def test_pass_both_ways(self, any_address: str, bells: bool) -> None:
-        async with opened(any_address) as door:
-            reader = await Reader.admitted(any_address)
-            peer = door.peers[0]
-            reader.lifeline.prove()
-            await until(lambda: ("proven", 0) in door.log, "the proof")
-            peer.go()
-            await reader.hears("go")
-            for number in range(1, 4):
-                peer.ring()
-                await reader.hears("wake", number)
-                reader.lifeline.ring()
-                await until(lambda expected=number: door.wakes >= expected, "the writer's wake-up")
-            reader.lifeline.close()
-            await until(lambda: ("left", 0) in door.log, "the goodbye")
-            assert reader.heard == ["go", "wake", "wake", "wake"]
-
     async def test_that_come_together_with_the_greeting(self, address: str, bells: bool) -> None:
         async with opened(address) as door:
             door.go_once_proven = True

@@ -1,4 +1,4 @@
-"""Addresses of sockets: directories, lengths of paths, the removal of leftovers; and doorbells."""
+"""Addresses of sockets: directories, lengths of paths, the removal of leftovers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ import pytest
 from aioshm.config import Options
 from aioshm.errors import SharedMemoryError
 from aioshm.lifeline.sockets import (
-    HAVE_EVENTFD,
-    Doorbell,
     QuietSocket,
     new_address,
     peer_credentials,
@@ -30,8 +28,6 @@ from aioshm.lifeline.sockets import (
 
 QUEUE_ID = bytes(range(16))
 LONG_AGO = time.time() - 3600
-
-needs_eventfd = pytest.mark.skipif(not HAVE_EVENTFD, reason="there is no eventfd here")
 
 
 def address_in(directory: Path) -> str:
@@ -217,20 +213,6 @@ def test_socket_without_a_free_descriptor_raises_only_the_error_of_its_construct
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not unraisable
-
-
-@needs_eventfd
-def test_closed_doorbell_has_no_descriptor() -> None:
-    doorbell = Doorbell.create()
-    fd = doorbell.fd
-    assert not os.get_inheritable(fd)
-    assert not os.get_blocking(fd)
-    doorbell.close()
-    doorbell.close()
-    doorbell.ring()
-    assert doorbell.fd == -1
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
 
 
 @pytest.mark.parametrize("uid", [0, 1000, 2**31, 2**32 - 2])

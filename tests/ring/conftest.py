@@ -25,10 +25,10 @@ def new_ring() -> Iterator[NewRing]:
         yield make
 
 
-@pytest.fixture(params=CORES.values(), ids=CORES)
+@pytest.fixture(params=[kind for kind in CORES if kind != "ordered"])
 def cores(request: pytest.FixtureRequest) -> Cores:
-    """The native core, where it was built, then its twin for either memory order."""
-    return request.param  # type: ignore[no-any-return]
+    """The native core, where it was built, then its twin; what that fences where order is weak, `test_copying` runs."""
+    return CORES[request.param]
 
 
 @pytest.fixture

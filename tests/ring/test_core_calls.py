@@ -79,16 +79,6 @@ class TestAnswers:
         assert receiving == ["empty (None, None, False)", "empty (1.5, None, True)"]
         assert sending == ["b'y' (b'y', None)", "False (b'z', 2)"]
 
-    async def test_call_without_a_core_of_its_kind_asks_none(
-        self, pair: Pair, sending: Calling, receiving: Calling
-    ) -> None:
-        for sends, receives in ((None, None), (pair.reader, pair.writer), (object(), object())):
-            sending.calls.core, receiving.calls.core = sends, receives
-            await sending.calls.enqueue(b"x", 1)
-            assert await receiving.calls.dequeue(2, None) == "later"
-        assert set(sending + receiving) == {"None (b'x', 1)", "None (2, None, False)"}
-        assert (pair.writer.seq, pair.reader.seq) == (0, 0)
-
     async def test_error_of_the_reader_goes_to_the_slow_path_with_its_traceback(self, pair: Pair) -> None:
         async def slow_path(outcome: Any, *_: object) -> None:
             raise ArithmeticError("seen from outside") from outcome
@@ -108,40 +98,6 @@ class TestAnswers:
 
 
 class TestCoroutines:
-    async def test_tasks_of_them(self, pair: Pair, sending: Calling, receiving: Calling) -> None:
-        call = receiving.calls.dequeue()
-        assert asyncio.iscoroutine(call)
-        received = asyncio.create_task(call)
-        assert "dequeue" in repr(received)
-        pair.writer.put(b"x")
-        assert await received == b"x"
-        await asyncio.wait_for(sending.calls.enqueue(b"y"), 60)
-        assert await asyncio.gather(receiving.calls.dequeue(), receiving.calls.dequeue()) == [b"y", "later"]
-
-    async def test_one_that_is_cancelled_before_it_began_has_taken_nothing(
-        self, pair: Pair, receiving: Calling
-    ) -> None:
-        pair.writer.put(b"x")
-        task = asyncio.create_task(receiving.calls.dequeue())
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await receiving.calls.dequeue() == b"x"
-
-    async def test_the_rest_is_waited_for_and_cancelled_through_them(self, receiving: Calling) -> None:
-        receiving.future = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(receiving.calls.dequeue())
-        await asyncio.sleep(0)
-        receiving.future.set_result("came")
-        assert await task == "came"
-        receiving.future = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(receiving.calls.dequeue())
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert receiving.future.cancelled()
-
     async def test_what_is_thrown_reaches_the_rest(self, pair: Pair, receiving: Calling) -> None:
         receiving.future = asyncio.get_running_loop().create_future()
         call = receiving.calls.dequeue()

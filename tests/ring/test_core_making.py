@@ -162,7 +162,7 @@ class TestMemory:
         assert not any(cursor() for cursor in forgotten)
 
     @needs_native
-    @pytest.mark.parametrize("cores", [NATIVE], ids=["native"], indirect=True)
+    @pytest.mark.parametrize("cores", ["native"], indirect=True)
     def test_counts_stay(self, new_pair: NewPair) -> None:
         pair = new_pair(1, 4, raw=False)
         writer, reader, slots = pair.writer, pair.reader, pair.slots

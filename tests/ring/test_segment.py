@@ -53,16 +53,6 @@ class TestMemfd:
         os.close(other)
         segment.close()
 
-    def test_opened_through_its_process(self) -> None:
-        segment = Segment.create(4096, "memfd")
-        other = Segment.open_memfd(os.getpid(), segment.fd, 4096)
-        other.view[:5] = b"hello"
-        assert bytes(segment.view[:5]) == b"hello"
-        assert not os.get_inheritable(other.fd)
-        segment.close()
-        assert bytes(other.view[:5]) == b"hello"
-        other.close()
-
 
 class TestNamed:
     def test_has_a_file_of_its_users_own_whatever_the_umask(self) -> None:

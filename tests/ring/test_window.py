@@ -14,30 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rings import content, fds
-from windowed import KEEP, NEW, OLD, Keep, address_of, as_tensor, mappings, permissions, put
+from rings import fds
+from windowed import KEEP, NEW, OLD, Keep, address_of, mappings, permissions, put
 
-from aioshm.errors import HandleError, SharedMemoryError
+from aioshm.errors import SharedMemoryError
 from aioshm.ring import ShmRingBuffer, mapping, window
-from aioshm.ring.layout import Layout
 from aioshm.ring.window import Windows
 
 
 class TestNotKept:
-    def test_nothing_is_copied_and_the_window_stays(self, ring: ShmRingBuffer, windows: Windows) -> None:
-        addresses = set()
-        for number in range(100):
-            nbytes = put(ring, 3, content(number, 3000))
-            view = windows.view(3, nbytes)
-            array = np.frombuffer(view, np.uint8)
-            tensor = as_tensor(view)
-            assert bytes(view) == array.tobytes() == bytes(tensor.numpy()) == content(number, 3000)
-            addresses.add(address_of(view))
-            del view, array, tensor
-            assert not windows.settle(3, nbytes)
-        assert len(addresses) == 1
-        assert mappings(ring) == 2
-
     @pytest.mark.parametrize("install", [sys.settrace, sys.setprofile])
     def test_is_known_under_a_tracer(self, windows: Windows, install: Callable[[Any], None]) -> None:
         before = sys.gettrace() if install is sys.settrace else sys.getprofile()
@@ -57,18 +42,6 @@ class TestNotKept:
 
 
 class TestClose:
-    def test_makes_copies_of_what_is_held(self, ring: ShmRingBuffer, exchange: None) -> None:
-        windows = Windows(ring.fd, ring.layout)
-        for index in range(3):
-            put(ring, index, OLD)
-        windows.view(0, 12)
-        kept = [windows.view(1, 12), as_tensor(windows.view(2, 12))]
-        windows.close()
-        assert mappings(ring) == 1
-        for index in range(3):
-            put(ring, index, NEW)
-        assert [bytes(kept[0]), bytes(kept[1].numpy())] == [OLD, OLD]
-
     def test_is_idempotent_and_final(self, windows: Windows) -> None:
         windows.view(0, 1)
         for _ in range(2):
@@ -88,49 +61,6 @@ class TestClose:
         assert bytes(view) == OLD
         assert fds() == before
         assert mappings(ring) == 1
-
-
-class TestRefuses:
-    @pytest.mark.parametrize("index", [-1, 4])
-    def test_slots_that_are_not_there(self, windows: Windows, index: int) -> None:
-        with pytest.raises(ValueError, match="there is no chunk"):
-            windows.view(index, 1)
-        assert not windows.settle(index, 1)
-
-    @pytest.mark.parametrize("nbytes", [-1, 3001])
-    def test_lengths_that_do_not_fit(self, ring: ShmRingBuffer, windows: Windows, nbytes: int) -> None:
-        with pytest.raises(ValueError, match="0 to 3000 bytes"):
-            windows.view(0, nbytes)
-        put(ring, 0, OLD)
-        view = windows.view(0, 12)
-        with pytest.raises(ValueError, match="0 to 3000 bytes"):
-            windows.settle(0, nbytes)
-        assert windows.settle(0, 12)
-        put(ring, 0, NEW)
-        assert bytes(view) == OLD
-
-    def test_descriptors_that_are_none_or_too_small(self) -> None:
-        before = fds()
-        with pytest.raises(SharedMemoryError) as caught:
-            Windows(-1, Layout.of(1, 100, 2, 2, 0))
-        assert caught.value.errno == errno.EBADF
-        ring = ShmRingBuffer(1, 100, 2, slots=2, inline_bytes=0)
-        with pytest.raises(HandleError, match="its layout needs"):
-            Windows(ring.fd, Layout.of(1, 100, 200, 200, 0))
-        ring.close()
-        assert fds() == before
-
-    def test_what_cannot_be_mapped(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        read_end, write_end = os.pipe()
-        monkeypatch.setattr(os, "fstat", lambda fd: os.stat_result((0, 0, 0, 0, 0, 0, 1 << 30, 0, 0, 0)))
-        windows = Windows(read_end, Layout.of(1, 100, 2, 2, 0))
-        with pytest.raises(SharedMemoryError, match="no window of 4096 bytes") as caught:
-            windows.view(0, 1)
-        assert caught.value.errno in (errno.ENODEV, errno.EACCES)
-        monkeypatch.undo()
-        windows.close()
-        os.close(read_end)
-        os.close(write_end)
 
 
 class TestKept:

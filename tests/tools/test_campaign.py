@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tools.campaign import verdict
-from tools.campaign.queues import body, content, message
-from tools.campaign.stage import Journal, read
+from tools.campaign.stage import Journal
 
 ROOT = Path(__file__).parents[2]
 EPOCH = 4711
@@ -72,35 +71,6 @@ def test_what_a_reader_must_not_see(tmp_path: Path, first: list[Note], second: l
     assert word in queue(tmp_path, first, second)
 
 
-@pytest.mark.parametrize(("last", "words"), [(9, {"lost"}), (10, set()), (13, set())])
-def test_a_writer_that_fails_closes_without_noting_all_that_it_sent(tmp_path: Path, last: int, words: set[str]) -> None:
-    names = ["SharedMemoryError", "AioshmError", "OSError", "Exception", "BaseException", "object"]
-    writer: list[Note] = [
-        ("epoch", EPOCH),
-        ("joined", 0, 3, 0),
-        ("sent", 10),
-        ("error", names, "[Errno 28] 0.0 MiB are needed", 28),
-    ]
-    reader: list[Note] = [("got", EPOCH, 0, last), ("end", "closed")]
-    assert set(judge(tmp_path, comers_writer_1=writer, comers_reader_0_3=reader)) == words
-
-
-@pytest.mark.parametrize(
-    ("error", "limited", "words"),
-    [
-        (("ImportError", "x.so: cannot open shared object file: Too many open files"), set(), set()),
-        (("ImportError", "x"), set(), {"nameless"}),
-        (("SystemError", verdict.NO_FRAME), set(), {"nameless"}),
-        (("SystemError", verdict.NO_FRAME), {1}, set()),
-        (("KeyError", "'a'"), set(), {"nameless"}),
-        (("MemoryError", ""), set(), set()),
-    ],
-)
-def test_errors_that_name_no_cause(tmp_path: Path, error: tuple[str, str], limited: set[int], words: set[str]) -> None:
-    Journal(tmp_path / "service.1.1").note("error", [error[0], "Exception"], error[1], None)
-    assert {word for word, texts in verdict.judge(tmp_path, limited).wrong.items() if texts} == words
-
-
 def test_a_place_that_is_held_goes_on_where_it_was(tmp_path: Path) -> None:
     def wrong(name: str, first: int) -> set[str]:
         writer = [("epoch", EPOCH), ("died", 1, 2, 5, True), ("joined", 1, 3, first), ("sent", 9)]
@@ -133,47 +103,6 @@ def test_what_a_subscriber_is_told(tmp_path: Path, notes: list[Note], words: set
     assert set(judge(tmp_path, **journals)) == words
 
 
-@pytest.mark.parametrize("word", ["hung", "nameless", "odd"])
-def test_what_a_service_says(tmp_path: Path, word: str) -> None:
-    assert set(judge(tmp_path, service_1=[("counts", {"requests": 3}), (word, "what")])) == {word}
-
-
-def test_memory_that_grows(tmp_path: Path) -> None:
-    class Later(Journal):
-        at = 0.0
-
-        def now(self) -> float:
-            return self.at
-
-    journal = Later(tmp_path / "service.1.1")
-    for journal.at, mib in ((0.0, 10), (20.0, 40), (60.0, 100)):
-        journal.note("health", mib << 10, 12)
-    assert [text for texts in verdict.judge(tmp_path, set()).wrong.values() for text in texts] == [
-        "service (1): 60 MiB, 0 descriptors"
-    ]
-
-
-def test_a_journal_that_was_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "service.1.1"
-    journal = Journal(path)
-    journal.note("sent", 1)
-    journal.note("sent", 2)
-    data = path.read_bytes()
-    for length in range(len(data)):
-        path.write_bytes(data[:length])
-        assert len(list(read(path))) == (length >= len(data) // 2)
-
-
-@pytest.mark.parametrize(("limited", "words"), [(set(), {"odd"}), ({7}, set())])
-def test_what_nobody_has_caught(tmp_path: Path, limited: set[int], words: set[str]) -> None:
-    (tmp_path / "journals").mkdir()
-    (tmp_path / "logs").mkdir()
-    Journal(tmp_path / "journals" / "comers.writer.3.7").note("begins")
-    (tmp_path / "logs" / "comers.writer.3").write_text("a warning\nException in callback Pump.run()\n")
-    found = verdict.judge(tmp_path / "journals", limited).wrong
-    assert {word for word, texts in found.items() if texts} == words
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_minute_of_it(tmp_path: Path) -> None:
@@ -188,16 +117,3 @@ def test_a_minute_of_it(tmp_path: Path) -> None:
     strangers = [] if told["lacks"] else ["strangers"]
     for what in ("messages received", "batches received", "requests", "killed", *strangers):
         assert told["figures"][what] > 0, f"no {what}: {told}"
-
-
-def test_messages_are_told_from_damaged_ones() -> None:
-    for number in (0, 1, 5, 4, 17, 30, 7):
-        sent = message(EPOCH, number)
-        assert content(sent) == (EPOCH, number, body(number))
-    kinds = {message(EPOCH, number).nbytes for number in (4, 17, 30)}
-    assert len(kinds) == 3
-    damaged = message(EPOCH, 17)
-    damaged[-1] += 1
-    assert content(damaged) == (EPOCH, 17, None)
-    assert content(message(EPOCH, 17)[:-1]) == (EPOCH, 17, None)
-    assert content(message(EPOCH, 17).astype("i4")) != (EPOCH, 17, body(17))

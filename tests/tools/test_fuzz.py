@@ -9,9 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from aioshm.errors import HandleError
 from aioshm.lifeline import protocol
-from aioshm.queue.remote import wire
 from tools.fuzz.target import smoke
 from tools.fuzz.targets import TARGETS
 
@@ -42,16 +40,3 @@ class TestAFaultIsFound:
         monkeypatch.setattr(protocol, "unpack_hello", decode)
         with pytest.raises(AssertionError, match="greetings fails on"):
             smoke(TARGETS["greetings"], changes=10)
-
-    def test_an_unchecked_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(wire, "ADDRESS_BYTES", wire.ADDRESS_BYTES + 40)
-        with pytest.raises(AssertionError, match="data fails on"):
-            smoke(TARGETS["data"], changes=10)
-
-    def test_an_error_without_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def take_frame(_: bytearray) -> bytes:
-            raise HandleError
-
-        monkeypatch.setattr(protocol, "take_frame", take_frame)
-        with pytest.raises(AssertionError, match="says nothing"):
-            smoke(TARGETS["greetings"], changes=0)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 from collections.abc import Iterator
-from select import select
 from time import monotonic_ns
 
 import pytest
@@ -14,7 +12,7 @@ from loops import open_fds, turns
 from support import until
 
 from aioshm.wait import timer as timer_module
-from aioshm.wait.timer import Timer, timerfd_create, timerfd_settime
+from aioshm.wait.timer import Timer
 
 MS = 1_000_000
 
@@ -106,35 +104,3 @@ async def test_closed_it_is_silent_for_good() -> None:
     await other.rung(1)
     other.timer.close()
     assert noted.rings == []
-
-
-# Timers with a descriptor
-
-
-@pytest.fixture
-def timerfd(kind: str) -> Iterator[int]:
-    if kind != "timerfd":
-        pytest.skip("it is tried once")
-    fd = timerfd_create()
-    yield fd
-    os.close(fd)
-
-
-def expires(fd: int, within_s: float = 30) -> bool:
-    return bool(select([fd], [], [], within_s)[0])
-
-
-@pytest.mark.parametrize("later_ns", [20 * MS, 0, -(10**9), -(1 << 60)])
-def test_timerfd_expires_at_a_time_and_can_be_disarmed(timerfd: int, later_ns: int) -> None:
-    assert not os.get_inheritable(timerfd)
-    assert not expires(timerfd, 0)
-    at_ns = monotonic_ns() + later_ns
-    timerfd_settime(timerfd, at_ns)
-    assert expires(timerfd)
-    assert monotonic_ns() >= at_ns
-    assert os.read(timerfd, 8) == (1).to_bytes(8, "little")
-    with pytest.raises(BlockingIOError):
-        os.read(timerfd, 8)
-    timerfd_settime(timerfd, 1)
-    timerfd_settime(timerfd, 0)
-    assert not expires(timerfd, 0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support import bystander
 
-from aioshm import CodecError, Handle, MessageQueue, Options, QueueCancelled, QueueClosed, RoleError, blocking
+from aioshm import CodecError, Handle, MessageQueue, Options, QueueClosed, RoleError, blocking
 from aioshm.queue.state import YIELD_AFTER_MESSAGES
 
 SIZES: dict[str, Any] = {"max_chunk_bytes": 4096, "max_chunks": 4, "slots": 4}
@@ -74,8 +74,3 @@ class TestAQueueWithoutReaders:
                 chunk[:2] = b"hi"
             assert writer.broadcast_object("all") == "all"
             assert writer.stats().messages == 3102
-
-
-def test_a_cancelled_call_is_a_runtime_error_as_in_vllm() -> None:
-    with pytest.raises(RuntimeError, match="cancel"):
-        raise QueueCancelled("the cancel event is set")

@@ -112,22 +112,3 @@ def test_a_block_that_would_wait_for_itself() -> None:
         writer.close()
         first, second = thread.result()
         assert (first, second[:1]) == (1, b"x")
-
-
-@pytest.mark.parametrize("size", [100, 5000, 600_000])
-def test_what_is_kept_of_a_lease_never_changes(size: int) -> None:
-    def read(reader: Any) -> list[Any]:
-        kept = []
-        for number in range(60):
-            if number % 3 == 2:
-                assert (reader.dequeue(10) == number).all()
-            else:
-                with reader.lease(10) as array:
-                    kept.append((number, array))
-        return [(number, array.copy()) for number, array in kept]
-
-    with reading(read, chunk=1 << 20, chunks=3) as (writer, thread):
-        for number in range(60):
-            writer.enqueue(np.full(size, number, np.uint8), 10)
-        for number, array in thread.result():
-            assert (array == number).all()

@@ -83,19 +83,6 @@ def test_a_full_ring() -> None:
         assert thread.result() == [1, 2, 3]
 
 
-def test_a_lease_shows_first_what_an_interrupted_call_has_received() -> None:
-    with pair() as (writer, reader):
-        writer.enqueue_many([2, 3])
-        made = reader.lease()
-        reader.held.undelivered.append(1)  # as a call does that a handler interrupts
-        with made as obj:
-            assert obj == 1
-        with reader.lease() as obj:
-            assert obj == 2
-        with made as obj:
-            assert obj == 3
-
-
 def test_a_running_loop_is_refused() -> None:
     def read(reader: Any) -> list[Any]:
         async def in_a_loop() -> None:

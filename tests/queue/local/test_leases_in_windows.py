@@ -13,7 +13,6 @@ from pairs import attached
 from slots import body_of, slot_of
 
 from aioshm import CodecError, CorruptSlot
-from aioshm.codec import PickleCodec
 from aioshm.queue.local.leases import VIEW_BYTES
 
 LARGE = VIEW_BYTES + 8000
@@ -75,38 +74,6 @@ async def test_its_parts_together_are_what_counts(codec: str) -> None:
                     copied = reader.stats().copied_bytes - before
                 del leased
                 assert (copied < 1000) if shown else (2 * size < copied < 2 * size + 1000)
-
-
-class Spoils(PickleCodec):
-    """Cannot decode every other message."""
-
-    name, code = "spoils", 88
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n = 0
-
-    def view(self, main: memoryview, buffers: Any) -> Any:
-        self.n += 1
-        if self.n % 2:
-            raise ValueError("an odd one")
-        return super().view(main, buffers)
-
-
-async def test_what_cannot_be_decoded_is_gone_and_holds_nothing() -> None:
-    async with attached(codec=Spoils(), chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        for n in range(20):
-            sent = content(n)["array"]
-            await writer.enqueue(sent, 5)
-            if n % 2 == 0:
-                with pytest.raises(CodecError, match="odd"):
-                    async with reader.lease():
-                        pass
-            else:
-                async with reader.lease() as leased:
-                    assert same(leased, sent)
-                del leased
-        assert reader.stats().copied_bytes < 100, "an error's frames hold no view"
 
 
 @pytest.mark.slow_on_uvloop

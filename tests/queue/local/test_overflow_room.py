@@ -81,22 +81,6 @@ async def test_every_call_says_so_and_loses_nothing() -> None:
         assert [await reader.dequeue(5) for _ in LARGE[1:]] == LARGE[1:]
 
 
-@pytest.mark.parametrize("left", range(7))
-async def test_room_for_some_of_them(left: int) -> None:
-    """Each takes two: one that came, and one that its mapping has."""
-    async with withheld() as (_writer, (reader,), hand_over):
-        received: list[bytes] = []
-        with starving(left) as lift:
-            hand_over()
-            while len(received) < len(LARGE):
-                try:
-                    received.append(await reader.dequeue(20))
-                except OutOfDescriptors:
-                    assert left < 2 * len(LARGE)
-                    lift()
-        assert received == LARGE
-
-
 async def test_a_reader_that_waits_already() -> None:
     async with withheld() as (_writer, (reader,), hand_over):
         waiting = asyncio.ensure_future(reader.dequeue(20))
