@@ -75,15 +75,14 @@ async def test_connections_end_at_an_open_port_while_the_consumer_does_not_read(
     async with EventSubscriber("tcp://127.0.0.1:0", bind=True, start="live", max_waiting=1) as subscriber:
         (endpoint,) = subscriber.endpoints
         [source] = subscriber._sources
-        monitor = source.port.monitor
         async with ZmqEventPublisher(0, endpoint) as publisher:
             await publish_until_delivery(publisher, subscriber)
             publisher.publish(batch(0))
             await until(lambda: source._state == "paused", "a consumer that does not read")
-            before = monitor.handshake_failures
+            before = subscriber.stats().handshake_failures
             _, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rpartition(":")[2]))
             writer.close()
-            await until(lambda: monitor.handshake_failures > before, "the end of the connection")
+            await until(lambda: subscriber.stats().handshake_failures > before, "the end of the connection")
 
 
 @pytest.mark.slow_on_uvloop
