@@ -298,17 +298,6 @@ def _end_forgotten(kind: str, processes: list[Child], relay: StderrRelay | None,
     warnings.warn(f"a {kind} was not closed: use `async with`, or await aclose()", ResourceWarning, stacklevel=2)
 
 
-class _Stream:
-    def __init__(self) -> None:
-        self.last = b""
-        self.cut = False
-
-    def keep(self, data: bytes) -> None:
-        whole = self.last + data
-        self.last = whole[-KEPT_BYTES:]
-        self.cut = self.cut or len(whole) > KEPT_BYTES
-
-
 class StderrRelay:
     """Writes the standard error of processes to that of this process at construction.
 
@@ -317,8 +306,8 @@ class StderrRelay:
     """
 
     def __init__(self) -> None:
-        self._named: dict[str, _Stream] = {}
-        self._open: dict[int, _Stream] = {}  # by descriptor, also those of forgotten processes
+        self._named: dict[str, bytearray] = {}  # the end of each stream; one byte more than is kept: it was cut
+        self._open: dict[int, bytearray] = {}  # by descriptor, also those of forgotten processes
         self._waiting: deque[bytes] = deque()
         self._lock = threading.Lock()
         self._closing = False
@@ -337,7 +326,7 @@ class StderrRelay:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         with self._lock:
-            self._named[name] = self._open[reader] = _Stream()
+            self._named[name] = self._open[reader] = bytearray()
         try:
             if self._thread is None:
                 self._thread = start_thread(self._run, name="aioshm-stderr", what="forwarding standard error")
@@ -356,8 +345,8 @@ class StderrRelay:
                     self._read(fd)
             if idle and self._waiting and not self._closing:  # the thread may be about to wait for this stream
                 os.write(self._wake_out, b"\0")
-            lines = stream.last.decode(errors="replace").splitlines()
-        if stream.cut and len(lines) > 1:
+            lines = stream[-KEPT_BYTES:].decode(errors="replace").splitlines()
+        if len(stream) > KEPT_BYTES and len(lines) > 1:
             del lines[0]  # half a line
         return lines[-count:]
 
@@ -405,7 +394,8 @@ class StderrRelay:
                 del self._open[fd]
                 os.close(fd)
                 return
-            self._open[fd].keep(data)
+            self._open[fd] += data
+            del self._open[fd][: -KEPT_BYTES - 1]
             self._waiting.append(data)
 
     def _forward(self) -> None:

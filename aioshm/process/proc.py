@@ -100,15 +100,35 @@ def is_dying(pid: int) -> bool:
         flags = int((PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[6])
         if status["State"][0] in "ZX" and int(status["Threads"]) <= 1:
             return False  # the process has closed its files: other processes hold those that are still open
-        pending = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
+        killed = any(_has_signal(status[name], signal.SIGKILL) for name in ("SigPnd", "ShdPnd"))
     except (OSError, KeyError):
         return False
-    return bool(flags & _PF_EXITING or pending >> (signal.SIGKILL - 1) & 1)
+    return killed or bool(flags & _PF_EXITING)
 
 
 def handles_signal(pid: int, number: int) -> bool:
     """Return whether a process has a handler of a signal; True without ``/proc``."""
-    return not PROC.is_dir() or bool(int(_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
+    return not PROC.is_dir() or _has_signal(_status(pid).get("SigCgt", "0"), number)
+
+
+def handles_child_exits(pid: int) -> bool | None:
+    """Return whether a process handles, blocks or ignores SIGCHLD, as those that reap orphans do; None: not visible."""
+    status = _status(pid)
+    if not status:
+        return None
+    return any(_has_signal(status.get(name, "0"), signal.SIGCHLD) for name in ("SigBlk", "SigIgn", "SigCgt"))
+
+
+def _has_signal(mask: str, number: int) -> bool:
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def zombies_of(parent: int) -> list[int]:
+    """Return the zombies among the children of a process."""
+    import psutil
+
+    zombie = {"ppid": parent, "status": psutil.STATUS_ZOMBIE}
+    return [process.pid for process in psutil.process_iter([*zombie]) if process.info == zombie]
 
 
 def _status(pid: int) -> dict[str, str]:

@@ -19,7 +19,6 @@ import time
 from collections.abc import Collection, Generator, Iterable
 from contextlib import closing, suppress
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aioshm.process.background import give_back
@@ -301,27 +300,6 @@ def reap(pid: int) -> bool:
         return os.waitpid(pid, os.WNOHANG)[0] == 0
     except ChildProcessError:  # another process's child; or another part of the program reaps all children
         return False
-
-
-def handles_child_exits(pid: int) -> bool | None:
-    """Return whether a process handles, blocks or ignores SIGCHLD, as those that reap orphans do; None: not visible."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return None
-    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk:", "SigIgn:", "SigCgt:"))]
-    return any(mask >> (signal.SIGCHLD - 1) & 1 for mask in masks)
-
-
-def zombies_of(parent: int) -> list[int]:
-    """Return the zombies among the children of a process."""
-    import psutil
-
-    return [
-        process.pid
-        for process in psutil.process_iter(["ppid", "status"])
-        if process.info == {"ppid": parent, "status": psutil.STATUS_ZOMBIE}
-    ]
 
 
 def _reap_all(leader: int) -> None:

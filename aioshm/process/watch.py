@@ -127,9 +127,8 @@ class ProcessWatch(Closing):
         self._loop = asyncio.get_running_loop()
         self._owner_pid = os.getpid()
         self._on_exit = on_exit
-        self._running: dict[WatchedProcess, bool] = {}  # value: whether a manager started the process
+        self._running: dict[WatchedProcess, WatchedManager | None] = {}  # value: the process's manager
         self._gone: weakref.WeakSet[WatchedProcess] = weakref.WeakSet()  # exited; may be added again
-        self._last_lines: list[Callable[[str], Sequence[str]]] = []  # of the managers
         self._descriptors: set[int] = set()
         # Processes that have exited without an exit code so far, and until when to wait for the code.
         self._due: dict[WatchedProcess, float] = {}
@@ -140,27 +139,20 @@ class ProcessWatch(Closing):
         self._closed = False
         try:
             if manager is not None:
-                self.add_manager(manager)
+                self.add(manager.processes, manager)
             self.add(processes)
         except BaseException:
             self.close()
             raise
 
-    def add(self, processes: Iterable[WatchedProcess], *, managed: bool = False) -> None:
-        """Watch more processes; raise ValueError if a process was not started."""
+    def add(self, processes: Iterable[WatchedProcess], manager: WatchedManager | None = None) -> None:
+        """Watch more processes, which ``manager`` has started; raise ValueError if a process was not started."""
         for process in processes:
             if process not in self._running and process not in self._gone:
                 if process.exitcode is None:
                     self._watch_process(process)
-                self._running[process] = managed
+                self._running[process] = manager
         self._check_after(0.0)
-
-    def add_manager(self, manager: WatchedManager) -> None:
-        """Watch the processes of a manager; raise ValueError if a process was not started."""
-        last_lines = getattr(manager, "last_lines", None)
-        if last_lines is not None and last_lines not in self._last_lines:
-            self._last_lines.append(last_lines)
-        self.add(manager.processes, managed=True)
 
     @property
     def running(self) -> bool:
@@ -215,23 +207,14 @@ class ProcessWatch(Closing):
             code = process.exitcode
             if code is None and now < self._due.get(process, math.inf):
                 continue
-            managed = self._running.pop(process)
+            manager = self._running.pop(process)
             self._gone.add(process)
             self._due.pop(process, None)
-            line = self._last_line(process.name, code) if managed else ""
+            line = "" if code == 0 else _last_line(manager, process.name)
             host = getattr(process, "host", "")
             reason = getattr(process, "reason", "")
-            self._exits.append(ProcessExit(process.name, process.pid, code, managed, host, line, reason))
+            self._exits.append(ProcessExit(process.name, process.pid, code, manager is not None, host, line, reason))
         return len(self._exits) > before
-
-    def _last_line(self, name: str, code: int | None) -> str:
-        if code == 0:
-            return ""
-        for last_lines in self._last_lines:
-            with suppress(Exception):  # an error of a user's manager does not hide the exit
-                line = next((line for line in reversed(last_lines(name)) if line.strip()), "")
-                return line.strip()[:_SHOWN_CHARACTERS]
-        return ""
 
     def _watch_process(self, process: WatchedProcess) -> None:
         if hasattr(process, "host"):
@@ -289,6 +272,14 @@ class ProcessWatch(Closing):
             self._recheck.cancel()
         if not self._closed:
             self._recheck = self._loop.call_later(delay, self._check)
+
+
+def _last_line(manager: WatchedManager | None, name: str) -> str:
+    """Return the last line of the stderr of a process, if the manager knows the line."""
+    with suppress(Exception):  # an error of a user's manager does not hide the exit
+        lines: Sequence[str] = getattr(manager, "last_lines", lambda _: ())(name)
+        return next((line.strip()[:_SHOWN_CHARACTERS] for line in reversed(lines) if line.strip()), "")
+    return ""
 
 
 def _fileno(sentinel: Any) -> int:

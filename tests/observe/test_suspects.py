@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from aioshm.observe.queues import QueueSnapshot, snapshot_of
-from aioshm.observe.suspects import suspects
+from aioshm.observe.suspects import Suspect, suspects
 from aioshm.process.proc import ProcessInfo
 from aioshm.ring import layout as at
 from aioshm.ring.header import read_header
@@ -47,16 +48,18 @@ def look(
     return snapshot_of(read_header(memory, 0), there, 0, (0, 0), ns)
 
 
-def found(before: Any, now: Any, keeping: Any = (), awaited: Any = (), **channels: str) -> list[tuple[str, int]]:
+def judged(before: Any, now: Any, keeping: Any = (), awaited: Any = (), **channels: str) -> Sequence[Suspect]:
     pids = {"writer": WRITER, "first": FIRST, "second": SECOND}
-    what = dict.fromkeys(pids.values(), LOOP) | {pids[name]: value for name, value in channels.items()}
-    return [(each.kind, each.rank) for each in suspects(before, now, keeping, awaited, what)]
+    waits = dict.fromkeys(pids.values(), LOOP) | {pids[name]: value for name, value in channels.items()}
+    return suspects(before, now, keeping, awaited, waits)
+
+
+def found(*args: Any, **options: Any) -> list[tuple[str, int]]:
+    return [(each.kind, each.rank) for each in judged(*args, **options)]
 
 
 def text_of(before: Any, now: Any, **channels: str) -> str:
-    pids = {"writer": WRITER, "first": FIRST, "second": SECOND}
-    what = dict.fromkeys(pids.values(), LOOP) | {pids[name]: value for name, value in channels.items()}
-    return suspects(before, now, (), (), what)[0].text
+    return judged(before, now, **channels)[0].text
 
 
 class TestVerdict:
@@ -81,7 +84,7 @@ class TestVerdict:
     def test_a_held_place(self) -> None:
         members = (1, at.HELD)
         before, now = (look(9, 9, 3, members=members, states={SECOND: "gone"}) for _ in range(2))
-        [suspect] = suspects(before, now, [1], [], {WRITER: LOOP})
+        [suspect] = judged(before, now, [1])
         assert (suspect.kind, suspect.rank) == ("gone", 1)
         assert "held for another" in suspect.text
 
@@ -120,7 +123,7 @@ class TestVerdict:
         before = look(5, 5, 5)
         now = look(5, 5, 5, ns=1_000_000_000)
         assert found(before, now) == [("writer idle", -1)]
-        assert not suspects(before, now, (), (), {WRITER: LOOP})[0].grave
+        assert not judged(before, now)[0].grave
         assert found(before, now, writer=SLEEP) == [("writer blocked", -1)]
         assert text_of(before, now, writer=SLEEP).startswith(
             "has published nothing for 1.0 s: it is blocked in hrtimer"

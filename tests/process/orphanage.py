@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 LONG_S = 100
 OWN_CODE = 7
 
@@ -43,15 +45,8 @@ def engine(dp_rank: int, local_dp_rank: int, detached: bool, directory: str) -> 
 
 def children() -> dict[int, str]:
     """Return the states of the children of this process."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == os.getpid():
-            found[int(path.parent.name)] = fields[0]
-    return found
+    processes = psutil.process_iter(["ppid", "status"])
+    return {each.pid: each.info["status"] for each in processes if each.info["ppid"] == os.getpid()}
 
 
 def wait_for(condition: Any, within_s: float = 60.0) -> bool:
@@ -91,7 +86,7 @@ def main() -> None:
     pids = {process.pid for process in own}
     tracker = 1  # of multiprocessing
     done = wait_for(lambda: len(set(children()) - pids) <= tracker, 30)
-    left = {pid: state for pid, state in children().items() if pid not in pids and state == "Z"}
+    left = {pid: state for pid, state in children().items() if pid not in pids and state == psutil.STATUS_ZOMBIE}
     print(json.dumps({"done": done, "zombies": left, "own": sorted({process.wait() for process in own})}))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import orphanage
 import pytest
 
-from aioshm.process import adopt_orphans, stopping
+from aioshm.process import adopt_orphans, proc, stopping
 
 pytestmark = [
     pytest.mark.one_loop,
@@ -53,16 +53,16 @@ def test_systems_without_subreapers_say_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_process_that_handles_child_exits_is_known() -> None:
-    assert stopping.handles_child_exits(os.getpid()) is False
+    assert proc.handles_child_exits(os.getpid()) is False
     before = signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
-        assert stopping.handles_child_exits(os.getpid()) is True
+        assert proc.handles_child_exits(os.getpid()) is True
     finally:
         signal.signal(signal.SIGCHLD, before)
-    assert stopping.handles_child_exits(1 << 22) is None
+    assert proc.handles_child_exits(1 << 22) is None
 
 
 def test_zombies_of_a_process_are_listed() -> None:
     with subprocess.Popen(["true"]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert stopping.zombies_of(os.getpid()) == [child.pid]
+        assert proc.zombies_of(os.getpid()) == [child.pid]

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -156,19 +155,6 @@ def test_each_way_alone(method: str, lost: list[str]) -> None:
             between.close()
 
 
-@contextmanager
-def started_between(program: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Start a process that starts one with this program, which says its id; give the former and the id."""
-    between = subprocess.Popen(
-        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}])"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with between:
-        assert between.stdout is not None
-        yield between, int(between.stdout.readline())
-
-
 def test_program_that_did_not_stop_its_process_ends_and_kills_it(start_family: Callable[[str], Family]) -> None:
     family = start_family("forgotten")
     family.wait_for("engine")
@@ -189,7 +175,10 @@ def test_death_of_a_parent_is_noticed_without_a_descriptor(before: str, after: s
         f"import os, time; from aioshm.process import parent; {before}; parent.die_with_parent(); {after}; "
         "print(os.getpid(), flush=True); time.sleep(100)"
     )
-    with started_between(program) as (between, pid):
+    starting = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}])"
+    with subprocess.Popen([sys.executable, "-c", starting], stdout=subprocess.PIPE, text=True) as between:
+        assert between.stdout is not None
+        pid = int(between.stdout.readline())
         assert not gone(pid)
         between.kill()
         eventually(lambda: gone(pid), "the end of the process", WITHIN_S)

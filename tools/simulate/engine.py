@@ -87,7 +87,7 @@ class Watch:
         self._on_exit = on_exit
         Watch.current = self
 
-    def add(self, processes: Any, *, managed: bool = False) -> None:
+    def add(self, processes: Any, manager: Any = None) -> None:
         for process in processes:
             if process.exitcode is not None and not process.told:
                 self.tell(process)

@@ -57,7 +57,7 @@ class Liveness:
         if self._watch is None:
             self._watch = ProcessWatch(on_exit=self._process_exited)
         if manager is not None:
-            self._watch.add_manager(manager)
+            self._watch.add(manager.processes, manager)
         self._watch.add(processes)
 
     def stop(self) -> None:

@@ -211,7 +211,7 @@ class APIServerProcessManager(ProcessManager):
             life.pid = process.pid
             assert self._watch is not None
             assert self._stalls is not None
-            self._watch.add([process], managed=True)
+            self._watch.add([process], self)
             self._stalls.add(process.name, process)
             life.enter("running")
             return ""

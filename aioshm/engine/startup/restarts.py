@@ -280,7 +280,7 @@ class EngineRestarts:
             return
         life.pid = process.pid
         life.enter("starting")
-        self._watch.add([process], managed=True)
+        self._watch.add([process], self._manager)
         self._launch.watch(process)
         if isinstance(self._members, EngineClient):
             self._members.watch(self._manager)

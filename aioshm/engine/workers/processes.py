@@ -107,7 +107,7 @@ class WorkerProcesses:
             process = self._manager.start_more(Job(name, arguments, place=place))
             unused.pop_all()
         worker = self._processes[name] = WorkerProcess(process, ControlSocket(ours))
-        self._watch.add([process], managed=True)
+        self._watch.add([process], self._manager)
         return worker
 
     async def prepare(self, worker: WorkerProcess, work: Coroutine[Any, Any, str], what: str) -> str:
