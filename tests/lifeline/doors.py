@@ -24,6 +24,11 @@ TOKEN = b"t" * 32
 RANKS = range(300)
 
 
+def frame(body: bytes) -> bytes:
+    """Put the length of a greeting before it."""
+    return len(body).to_bytes(4, "big") + body
+
+
 def hello(rank: int = 0, **changes: Any) -> Hello:
     return Hello(
         **{"version": VERSION, "queue_id": QUEUE_ID, "token": TOKEN, "rank": rank, "pid": os.getpid(), **changes}

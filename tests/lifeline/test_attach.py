@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from doors import Door, Reader, hello, opened
+from doors import Door, Reader, frame, hello, opened
 from loops import open_fds, turns
 from support import until
 
@@ -21,10 +21,6 @@ from aioshm.lifeline.dialer import attach, dial
 from aioshm.lifeline.protocol import MAX_GREETING_BYTES, Welcome, pack
 
 WELCOME = Welcome(pid=1, secret=b"", segment=True, bells=True)
-
-
-def frame(body: bytes) -> bytes:
-    return len(body).to_bytes(4, "big") + body
 
 
 class TestNobodyThere:

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import msgspec
 import pytest
-from doors import Reader, hello, knock, opened, until_hung_up
+from doors import Reader, frame, hello, knock, opened, until_hung_up
 from loops import open_fds, turns
 from support import until
 
@@ -18,11 +18,6 @@ from aioshm.errors import AioshmError, HandleError
 from aioshm.lifeline import listener as listening
 from aioshm.lifeline.dialer import attach, dial
 from aioshm.lifeline.protocol import MAX_GREETING_BYTES, PROVEN, WAKE, pack, take_frame, unpack_answer
-
-
-def frame(body: bytes) -> bytes:
-    return len(body).to_bytes(4, "big") + body
-
 
 DEEP = frame(b"\x82\xa4type\xa5hello\xa4more" + b"\x91" * 3500 + b"\xc0")
 NO_TEXT = frame(b"\x81\xa4type\xa2\xff\xfe")

@@ -77,7 +77,7 @@ async def test_its_parts_together_are_what_counts(codec: str) -> None:
 
 
 @pytest.mark.slow_on_uvloop
-@pytest.mark.parametrize("kind", ["text", "array", "halves", "many", "loan"])
+@pytest.mark.parametrize("kind", ["array", "many", "loan"])
 async def test_damage_is_an_error_and_nothing_more(kind: str) -> None:
     """Numbers of the header and the table are anything, also just beside what they were."""
     chance = random.Random(3)

@@ -225,7 +225,6 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="private mappings sho
 
 CHUNK = 1 << 20
 SIZES = {"copied": 9000, "slot": 600_000, "segment": 1_100_000}
-CODECS = pytest.mark.parametrize("codec", ["pickle", "msgpack"])
 SOMEWHERE = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
 LAPS = 9
 """Messages: more than two laps of a ring of 3."""
@@ -243,11 +242,10 @@ def _scribble(tensor: torch.Tensor) -> None:
 
 
 @LINUX
-@CODECS
 @SOMEWHERE
-async def test_tensors(codec: str, size: int) -> None:
+async def test_tensors(size: int) -> None:
     kept: list[torch.Tensor] = []
-    async with attached(3, codec=codec, chunk=CHUNK, chunks=3) as (writer, (scribbler, other, receiver)):
+    async with attached(3, chunk=CHUNK, chunks=3) as (writer, (scribbler, other, receiver)):
         for number in range(LAPS):
             sent = _new(number, size)
             await writer.enqueue([sent])

@@ -9,18 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from overflowing import BOTH_WAYS, bodies, sockets_of_zeromq
+from overflowing import BOTH_WAYS, bodies, overflow_of, sockets_of_zeromq
 from pairs import attached
 
 from aioshm import OutOfDescriptors, QueueClosed, SharedMemoryError
 from aioshm.queue.local import overflow, overflow_sockets
 
 BIG = 50_000
-
-
-def segments_of(writer: Any) -> list[Any]:
-    found: list[Any] = writer.end.ring.overflow.segments
-    return found
 
 
 def blocks(segment: Any) -> int:
@@ -59,7 +54,7 @@ async def test_named_ones_work_too(monkeypatch: pytest.MonkeyPatch) -> None:
             await writer.enqueue(b"n" * size)
             for reader in readers:
                 assert await reader.dequeue(5) == b"n" * size
-        assert [segment.segment.name is not None for segment in segments_of(writer)] == [True]
+        assert [segment.segment.name is not None for segment in overflow_of(writer).segments] == [True]
 
 
 async def test_memory_of_a_burst_is_given_back_and_can_be_used_again() -> None:
@@ -67,13 +62,13 @@ async def test_memory_of_a_burst_is_given_back_and_can_be_used_again() -> None:
         for _ in range(2):
             for number in range(8):
                 await writer.enqueue(bytes([number]) * BIG)
-            assert all(blocks(segment) >= BIG for segment in segments_of(writer))
+            assert all(blocks(segment) >= BIG for segment in overflow_of(writer).segments)
             for number in range(8):
                 assert await reader.dequeue(5) == bytes([number]) * BIG
             for _ in range(overflow.IDLE_USES):
                 await writer.enqueue(b"x" * BIG)
                 assert await reader.dequeue(5) == b"x" * BIG
-            kept = [blocks(segment) > 0 for segment in segments_of(writer)]
+            kept = [blocks(segment) > 0 for segment in overflow_of(writer).segments]
             assert kept[overflow.IDLE_SEGMENTS :] == [False] * 6
 
 

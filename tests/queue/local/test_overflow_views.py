@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from overflowing import overflow_of
 from pairs import attached
 
 from aioshm.queue.local import overflow
@@ -31,11 +32,6 @@ def is_in_segment(array: Any) -> bool:
         if begin <= address < end:
             return "aioshm-overflow" in line
     return False
-
-
-def segments_of(writer: Any) -> list[Any]:
-    found: list[Any] = writer.end.ring.overflow.segments
-    return found
 
 
 def descriptors() -> list[int]:
@@ -64,7 +60,7 @@ async def test_large_array_in_overflow_message_is_not_copied(codec: str, make: C
                     assert (np.asarray(array) == number).all()
                     assert is_in_segment(array)
                 del whole, part, array
-        assert len(segments_of(writer)) <= 6
+        assert len(overflow_of(writer).segments) <= 6
 
 
 async def test_kept_arrays_never_change_and_are_copied_when_there_are_many() -> None:
@@ -77,7 +73,7 @@ async def test_kept_arrays_never_change_and_are_copied_when_there_are_many() -> 
         assert [int(array[0]) for array in kept] == [*range(20)]
         assert all((array == number).all() for number, array in enumerate(kept))
         assert sum(map(is_in_segment, kept)) == overflow.MAX_VIEWED
-        assert len(segments_of(writer)) <= overflow.MAX_VIEWED + 3
+        assert len(overflow_of(writer).segments) <= overflow.MAX_VIEWED + 3
 
 
 async def test_writing_to_an_array_reaches_no_other_reader_and_no_later_message() -> None:
@@ -128,7 +124,7 @@ async def test_array_of_a_reader_that_has_left_never_changes(how: str) -> None:
         await leaver.aclose()
         assert (kept == 7).all()
         assert not is_in_segment(kept)
-        assert len(segments_of(writer)) <= 3, "the array was copied out, so its segment is used again"
+        assert len(overflow_of(writer).segments) <= 3, "the array was copied out, so its segment is used again"
     assert (kept == 7).all()
     assert not descriptors()
 
