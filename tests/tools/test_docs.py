@@ -18,7 +18,7 @@ import aioshm.engine.blocking
 import aioshm.events
 import aioshm.testing
 from aioshm import config, errors
-from tools import pages
+from docs import hooks
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -97,14 +97,14 @@ def test_every_variable_is_listed() -> None:
 
 
 def test_the_command_line_is_told_by_the_command() -> None:
-    text = pages.command_line()
+    text = hooks.command_line()
     for command in ("aioshm demo", "aioshm doctor", "aioshm events tail"):
         assert f"# `{command}`" in text
     assert "--clean" in text
 
 
 def test_a_docstring_becomes_a_page() -> None:
-    text = pages.docstring("aioshm.lifeline.protocol")
+    text = hooks.docstring("aioshm.lifeline.protocol")
     assert text.startswith("The protocol of a lifeline")
     assert text.count("```") == 2
     assert "```text\nreader                                writer\n" in text
