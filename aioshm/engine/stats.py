@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic_ns
-from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
 from aioshm.process.restart import RankInfo
 from aioshm.ring.header import Latency
-
-P = ParamSpec("P")
-S = TypeVar("S")
-T = TypeVar("T")
 
 
 class CallStats(msgspec.Struct, frozen=True):
@@ -133,86 +127,52 @@ class _Histogram:
         return Latency(tuple(self._counts), self._sum_ns)
 
 
-class CallMeter:
-    """Counts calls; used in one thread, read in any."""
+class Meter:
+    """Counts calls or streams; used in one thread, read in any."""
 
     def __init__(self) -> None:
-        self._calls = 0
+        self._begun = 0
         self._failed = 0
         self._cancelled = 0
         self._ended = 0
         self._took = _Histogram()
+        self.items: int = 0  # of all streams
+
+    def begin(self) -> int:
+        """Count a beginning; return the time."""
+        self._begun += 1
+        return monotonic_ns()
+
+    def took(self, began: int) -> None:
+        """Note the time of a call's result, or of a stream's first item."""
+        self._took.add(monotonic_ns() - began)
+
+    def end(self, error: BaseException | None) -> None:
+        """Count an end."""
+        if isinstance(error, (TimeoutError, asyncio.CancelledError, GeneratorExit)):
+            self._cancelled += 1
+        elif error is not None:
+            self._failed += 1
+        self._ended += 1
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def counting(self) -> Iterator[None]:
         """Count the call in the block."""
-        self._calls += 1
-        began = monotonic_ns()
+        began = self.begin()
         try:
             yield
-        except (TimeoutError, asyncio.CancelledError, GeneratorExit):
-            self._cancelled += 1
+        except BaseException as error:
+            self.end(error)
             raise
-        except BaseException:
-            self._failed += 1
-            raise
-        else:
-            self._took.add(monotonic_ns() - began)
-        finally:
-            self._ended += 1
+        self.took(began)
+        self.end(None)
 
-    def stats(self) -> CallStats:
-        """Return the counters."""
-        in_flight = self._calls - self._ended
-        return CallStats(self._calls, self._failed, self._cancelled, in_flight, self._took.latency())
+    def call_stats(self) -> CallStats:
+        """Return the counters of calls."""
+        in_flight = self._begun - self._ended
+        return CallStats(self._begun, self._failed, self._cancelled, in_flight, self._took.latency())
 
-
-class StreamMeter:
-    """Counts streams and their items; used in one thread, read in any."""
-
-    def __init__(self) -> None:
-        self._streams = CallMeter()
-        self._items = 0
-        self._first = _Histogram()
-
-    @contextmanager
-    def stream(self) -> Iterator[Callable[[], None]]:
-        """Count the stream in the block; the yielded function counts an item."""
-        began = monotonic_ns()
-        first = True
-
-        def item() -> None:
-            nonlocal first
-            self._items += 1
-            if first:
-                first = False
-                self._first.add(monotonic_ns() - began)
-
-        with self._streams.call():
-            yield item
-
-    def stats(self) -> StreamStats:
-        """Return the counters."""
-        streams = self._streams.stats()
-        return StreamStats(
-            streams.calls, streams.failed, streams.cancelled, streams.in_flight, self._items, self._first.latency()
-        )
-
-
-def meter_of(owner: Any) -> CallMeter:
-    """Return the meter of an object's `metered` methods."""
-    meter: CallMeter = vars(owner).setdefault("_meter", CallMeter())
-    return meter
-
-
-def metered(
-    method: Callable[Concatenate[S, P], Awaitable[T]],
-) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
-    """Count the calls of a method for each object; see `meter_of`."""
-
-    @functools.wraps(method)
-    async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with meter_of(self).call():
-            return await method(self, *args, **kwargs)
-
-    return call
+    def stream_stats(self) -> StreamStats:
+        """Return the counters of streams."""
+        in_flight = self._begun - self._ended
+        return StreamStats(self._begun, self._failed, self._cancelled, in_flight, self.items, self._took.latency())

@@ -1,111 +1,174 @@
-"""The table of calls in flight: sent to one worker or to all, then answered, cancelled, or failed if a worker dies."""
+"""The calls of a group: queued, sent to one worker or to all, answered, cancelled, or failed if a worker dies.
+
+A call of one worker is sent immediately, behind the worker's present calls. A call of any worker goes to the worker
+that has been idle longest; waiting calls of any worker are served in order. While such calls wait, a new call of one
+worker queues behind them: otherwise a worker that gets its own calls again and again would never be idle for them. A
+worker with a stream is not idle either, but a stream may last for ever. So a call of that worker does not queue behind
+the calls of any worker. A worker without progress is not idle.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from aioshm.engine.workers.messages import (
+from aioshm.engine.workers.worker import (
     CALL,
     CANCEL,
     CREDIT,
     FAILURE,
     ITEM,
+    RESULT,
     STREAM,
     Message,
     Request,
     Undecodable,
     failure_of,
 )
-from aioshm.engine.workers.rank import Rank
-from aioshm.engine.workers.schedule import Call, Schedule
-from aioshm.errors import AioshmError, PeerDied, QueueClosed, QueueEmpty, QueueFull, WorkerDied
+from aioshm.errors import (
+    AioshmError,
+    CodecError,
+    EndClosed,
+    PeerDied,
+    QueueClosed,
+    QueueEmpty,
+    QueueFull,
+    RemoteFailure,
+    WorkerError,
+    copy_error,
+)
 from aioshm.queue import MessageQueue, merge
 
 if TYPE_CHECKING:
+    from aioshm.engine.workers.processes import Rank, WorkerProcess
     from aioshm.engine.workers.session import Session
 
+RETRY_S = 0.01
+"""The pause before a message is sent in place of another one that cannot be sent."""
 
 DRAIN_POLL_S = 0.01
 """How often `CallTable.drain` checks whether the last calls are done."""
 
 
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call of one worker, of any, or of all, until its caller has the result."""
+
+    method: str
+    request: Request
+    wanted: int | None = None  # the worker's rank; None: any, or all
+    rank: int | None = None  # of the worker with the call
+    stream: bool = False
+    of_all: bool = False
+    order: int = 0  # position among the queued calls, from 1 on; 0: not queued yet
+    number: int = 0  # 0: not sent yet
+    missing: set[int] = field(default_factory=set)  # ranks that have not answered yet
+    results: dict[int, Any] = field(default_factory=dict)
+    errors: dict[int, RemoteFailure] = field(default_factory=dict)
+    items: deque[Any] = field(default_factory=deque)  # of a stream, not taken by the caller yet
+    taken: int = 0  # items taken since the worker last got credit for more
+    failure: Exception | None = None  # of a call that failed outside of the method
+    done: bool = False  # whether the caller has nothing more to wait for
+    abandoned: bool = False
+    ready: asyncio.Event = field(default_factory=asyncio.Event)  # there are new items, or the call is done
+
+    def finish(self, failure: Exception | None = None) -> None:
+        """Let the caller check the call; ignored if the call is done."""
+        if not self.done:
+            self.done = True
+            self.failure = failure
+            self.ready.set()
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self.errors:
+            raise WorkerError(self.method, dict(sorted(self.errors.items())))
+
+
 class CallTable:
-    """Sends calls, and delivers their answers."""
+    """Queues calls, sends calls, and delivers answers; on the loop of the group."""
 
     def __init__(self, session: Session, broadcasts: MessageQueue) -> None:
         self._session = session
         self.broadcasts = broadcasts
-        self._ranks = session.ranks
-        self.schedule: Schedule = Schedule(session.ranks)
+        self._ranks: dict[int, Rank] = session.ranks
         self.lock: asyncio.Lock = asyncio.Lock()  # held by the present call of all workers
-        self._all_present = asyncio.Event()
-        self._calls: dict[int, Call] = {}  # by number: sent, or being sent, and not answered yet
+        self._settled = asyncio.Event()  # all workers are present, and have answered the last call of all
+        self._last_of_all: Call | None = None
+        self._any: deque[Call] = deque()  # calls of any worker, not sent yet
+        self._sent: dict[int, Call] = {}  # by number, not answered yet
         self._number = 0
-        self._last_broadcast = 0
+        self._count = 0
         self._answers = merge({}, errors="yield")
         self._reading: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def sent_to(self, rank: int) -> list[Call]:
         """Return the unanswered calls of a worker."""
-        return [call for call in self._calls.values() if call.sent and rank in call.missing]
+        return [call for call in self._sent.values() if rank in call.missing]
 
-    # Calls of all workers
+    # Callers
 
-    async def call_all(self, call: Call, request: Request, timeout: float | None) -> list[Any]:
+    async def call_all(self, call: Call, timeout: float | None) -> list[Any]:
         """Call all workers after earlier calls of all are answered; return the results by rank."""
         try:
             async with self._within(timeout, call), self.lock:
-                await self.all_present()
-                await self._broadcast(call, request)
+                await self.settled()
+                await self._broadcast(call)
                 await self._wait(call)
         finally:
             call.done = True  # later answers are dropped
         call.check()
         return [result for _, result in sorted(call.results.items())]
 
-    async def _broadcast(self, call: Call, request: Request) -> None:
+    async def _broadcast(self, call: Call) -> None:
         self._register(call, self._ranks)
-        self.schedule.broadcast_begins()
-        after = {rank: worker.n_requests for rank, worker in self._ranks.items() if worker.n_requests}
+        self._last_of_all = call
+        self.update()
+        after = {rank.rank: rank.last_call for rank in self._ranks.values() if rank.last_call}
+        message = CALL, call.number, after, tuple(call.request)
+        for rank in self._ranks.values():
+            rank.sent.add(call)
         try:
-            await self._enqueue(self.broadcasts, (CALL, call.number, 0, (*request[:-1], after)), call)
-        except BaseException:  # no worker has seen it
-            self._calls.pop(call.number, None)
-            for rank in call.missing:
-                self.schedule.broadcast_ends(self._ranks[rank])
+            try:
+                self.broadcasts.enqueue_nowait(message)
+            except QueueFull:
+                await self.broadcasts.enqueue(message)
+        except BaseException:  # no worker has received it
+            for rank in self._ranks.values():
+                self._drop(rank, call)
+            self._serve_all()
             raise
-        call.sent = True
-        self._last_broadcast = call.number
 
-    async def all_present(self) -> None:
+    async def settled(self) -> None:
+        """Wait until all workers are present, and have answered the last call of all."""
         self._session.check()
-        while not self._all_present.is_set():  # another worker may die before this task continues
-            await self._all_present.wait()
+        while not self._settled.is_set():  # a worker may die before this task continues
+            await self._settled.wait()
         self._session.check()
 
-    # Calls of one worker
-
-    async def call(self, call: Call, request: Request, timeout: float | None) -> Any:
-        """Send ``request`` to the worker that ``call`` wants, and return the result; ``call`` tracks it until then."""
+    async def call(self, call: Call, timeout: float | None) -> Any:
+        """Send a call to one worker, and return the result."""
         try:
             async with self._within(timeout, call):
-                await self._send(call, CALL, request)
+                self._ask(call)
                 await self._wait(call)
         finally:
             self.abandon(call)
         call.check()
         return next(iter(call.results.values()))
 
-    async def next_item(self, call: Call, request: Request, timeout: float | None) -> Any:
+    async def next_item(self, call: Call, timeout: float | None) -> Any:
         """Start the stream at the first call; return the next item, or raise StopAsyncIteration at the end."""
-        if not (call.sent and call.ready.is_set()):
+        if not (call.items or call.done):
             async with self._within(timeout, call):
-                if not call.sent:
-                    await self._send(call, STREAM, request)
+                if not call.order:
+                    self._ask(call)
                 await self._wait(call)
         if not call.items:
             call.check()
@@ -114,78 +177,25 @@ class CallTable:
         if not (call.items or call.done):
             call.ready.clear()
         call.taken += 1
-        if call.taken == max(1, request.prefetch // 2) and not call.done:
-            self._post(call, CREDIT, call.taken)
+        if call.taken == max(1, call.request.prefetch // 2) and call.number in self._sent:
+            self._notify(call, CREDIT, call.taken)
             call.taken = 0
         return item
 
-    async def _send(self, call: Call, kind: int, request: Request) -> None:
-        """Send a call when the schedule assigns a worker; if the worker dies, send to its replacement."""
-        while True:
-            self._session.check()
-            call.check()  # a stream whose worker has left the group
-            await self._get_turn(call)
-            worker = call.worker
-            if worker is None or not call.assigned:  # the assigned process has died meanwhile
-                continue
-            self._register(call, (worker.rank,))
-            after = self._last_broadcast * (self._last_broadcast > worker.after)
-            try:
-                await self._enqueue(worker.requests, (kind, call.number, after, tuple(request)), call)
-            except (PeerDied, QueueClosed):  # the process is gone, and has not received the call
-                if call.assigned:
-                    self._session.queue_ended(worker)
-                    await self._wait(call)
-                continue
-            except BaseException:  # its queue has had no room in time
-                self.abandon(call)
-                raise
-            call.sent = True
-            if call.assigned:
-                worker.n_requests += 1
-            else:
-                call.fail(WorkerDied(worker.rank, worker.name, None, None, worker.cause))
-            return
-
-    async def _enqueue(self, queue: MessageQueue, message: Message, call: Call) -> None:
-        """Send a call; wait for room in the queue until the call fails."""
-        try:
-            queue.enqueue_nowait(message)  # no await if there is room: keeps the order of both queues
-            return
-        except QueueFull:
-            pass
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(None) as call.sending:
-                    await queue.enqueue(message)
-        finally:
-            call.sending = None
-        call.check()
-
-    async def _get_turn(self, call: Call) -> None:
-        if not (call.queued or call.assigned):  # else an earlier wait has timed out
-            call.ready.clear()
-            self.schedule.ask(call)
-        await self._wait(call)
-        call.check()
-        self._session.check()
-
     def abandon(self, call: Call) -> None:
-        """Abandon a call after its caller has stopped waiting; cancel the call if it was sent."""
-        if call.sent:
-            if not call.done:
-                self._post(call, CANCEL)
-            call.done = True
-            call.items.clear()
+        """Forget a call whose caller has left: drop a queued call, cancel a sent one in the worker."""
+        call.done = True
+        if call.abandoned or not call.order:
             return
-        self._calls.pop(call.number, None)
-        if call.order:
-            self.schedule.withdraw(call)
-
-    def _post(self, call: Call, kind: int, value: Any = None) -> None:
-        worker = call.worker
-        if worker is not None and call.assigned and call.number in self._calls:
-            self._spawn(worker.post((kind, call.number, 0, value)))
+        call.abandoned = True
+        call.items.clear()
+        if call.number in self._sent:
+            self._notify(call, CANCEL)
+        elif not call.number:
+            for queue in (self._any, *(rank.queue for rank in self._ranks.values())):
+                if call in queue:
+                    queue.remove(call)
+            self._serve_all()  # other calls may have waited behind the dropped call
 
     @asynccontextmanager
     async def _within(self, timeout: float | None, call: Call) -> AsyncIterator[None]:
@@ -199,41 +209,146 @@ class CallTable:
             if not scope.expired():
                 raise
             text = f"{call.method}: {self._missing_of(call)} within {timeout} s"
-            if not call.sent:
+            if not call.number:
                 text = ": ".join(filter(None, (text, self._session.describe_absent())))
             raise TimeoutError(text) from None
 
     def _missing_of(self, call: Call) -> str:
         """Name the workers that a call waits for."""
+        if call.missing:
+            return f"no answer from {self._session.describe(call.missing)}"
         if call.of_all:
-            if call.missing:
-                return f"no answer from {self._session.describe(call.missing)}"
-            if not self._all_present.is_set():
-                return "waits for the replacements of dead workers"
-            return "waits for the calls before it"
-        if call.rank is None:
-            present = [rank for rank, worker in self._ranks.items() if worker.present]
+            last = self._last_of_all
+            if last is not None and last.missing:
+                return f"waits for the calls before it: no answer from {self._session.describe(last.missing)}"
+            return "waits for the replacements of dead workers"
+        present = [rank for rank, worker in self._ranks.items() if worker.present]
+        if call.wanted is None:
             return f"no idle worker: {self._session.describe(present) or 'all are being restarted'}"
-        if self._ranks[call.rank].present:
-            return f"no answer from {self._session.describe([call.rank])}"
-        return f"no replacement of {self._session.describe([call.rank])}"
+        missing = "answer from" if call.wanted in present else "replacement of"
+        return f"no {missing} {self._session.describe([call.wanted])}"
+
+    # Which call is sent to which worker, and when
+
+    def _ask(self, call: Call) -> None:
+        """Queue a call of one worker or of any, or send it if that worker is free."""
+        self._session.check()
+        if call.wanted is not None:
+            if call.wanted in self._ranks:
+                self._queue(self._ranks[call.wanted], call)
+            else:
+                call.finish(EndClosed("the group of workers was made smaller"))
+            return
+        self._any.append(call)
+        self._count += 1
+        call.order = self._count
+        if idle := [rank for rank in self._ranks.values() if rank.idle]:
+            self._serve(min(idle, key=lambda rank: rank.idle_since))
+
+    def _queue(self, rank: Rank, call: Call) -> None:
+        self._count += 1
+        call.order = self._count
+        rank.queue.append(call)
+        self._serve(rank)
+
+    def freed(self, rank: Rank) -> None:
+        """Send calls to a worker that may be idle now."""
+        if rank.idle:
+            self._count += 1
+            rank.idle_since = self._count
+        self._serve(rank)
+        self._read_answers()
+
+    def _serve_all(self) -> None:
+        for rank in self._ranks.values():
+            self._serve(rank)
+        self._read_answers()
+
+    def _serve(self, rank: Rank) -> None:
+        while rank.present:
+            if rank.queue and self._precedes(rank.queue[0], rank):
+                self._send(rank, rank.queue.popleft())
+            elif self._any and rank.idle:
+                self._send(rank, self._any.popleft())
+            else:
+                return
+
+    def _precedes(self, call: Call, rank: Rank) -> bool:
+        """Return whether a call of this worker comes before the waiting calls of any worker."""
+        return not self._any or bool(rank.streams) or rank.leaving or call.order < self._any[0].order
 
     def _register(self, call: Call, ranks: Iterable[int]) -> None:
         self._number += 1
         call.number = self._number
         call.missing = set(ranks)
-        call.ready.clear()
-        self._calls[call.number] = call
+        self._sent[call.number] = call
+
+    # Sending
+
+    def _send(self, rank: Rank, call: Call) -> None:
+        (rank.streams if call.stream else rank.sent).add(call)
+        self._register(call, (rank.rank,))
+        call.rank = rank.rank
+        last = self._last_of_all
+        after = last.number if last is not None and last.number > rank.joined else 0
+        if self._post(rank, (STREAM if call.stream else CALL, call.number, after, tuple(call.request)), call):
+            rank.last_call = call.number
+
+    def _notify(self, call: Call, kind: int, value: Any = None) -> None:
+        """Send a message about a call that was sent."""
+        for rank in call.missing:
+            if self._ranks[rank].present:
+                self._post(self._ranks[rank], (kind, call.number, 0, value), call)
+
+    def _post(self, rank: Rank, message: Message, call: Call) -> bool:
+        """Send a message, or keep the message in the outbox until there is room; return False if sending fails."""
+        process = rank.process
+        assert process is not None
+        if not process.outbox:
+            try:
+                process.requests.enqueue_nowait(message)
+                return True
+            except QueueFull:
+                self._spawn(self._flush(rank, process))
+            except (PeerDied, QueueClosed):  # the process is ending: `remove` empties the outbox
+                process.ended.set()
+            except Exception as error:
+                self._refuse(rank, call, error)
+                return False
+        process.outbox.append((message, call))
+        return True
+
+    def _refuse(self, rank: Rank, call: Call, error: Exception) -> None:
+        """Fail a call whose arguments cannot be sent."""
+        call.finish(error)
+        self._drop(rank, call)
+
+    async def _flush(self, rank: Rank, process: WorkerProcess) -> None:
+        while process.outbox:
+            message, call = process.outbox[0]
+            try:
+                await process.requests.enqueue(message)
+                process.outbox.popleft()
+            except (PeerDied, QueueClosed):
+                process.ended.set()
+                return
+            except Exception as error:
+                kind, number, after, _ = message
+                unsent = Undecodable(CodecError(f"{call.method} was not sent"))
+                process.outbox[0] = (kind, number, after, unsent), call  # calls of all may wait for the number
+                self._refuse(rank, call, error)
+                self.freed(rank)
+                await asyncio.sleep(RETRY_S)
 
     # Answers
 
     def _read_answers(self) -> None:
-        if self._calls and (self._reading is None or self._reading.done()):
+        if self._sent and (self._reading is None or self._reading.done()):
             self._reading = self._session.spawn(self._read(), "aioshm-reads-answers")
 
     async def _read(self) -> None:
         """Deliver the messages of all workers while calls are in flight."""
-        while self._calls:
+        while self._sent:
             try:
                 rank, message = await anext(self._answers)
             except StopAsyncIteration:  # there is no queue, or all have ended
@@ -242,7 +357,7 @@ class CallTable:
 
     async def _wait(self, call: Call) -> None:
         """Wait until the caller has to check the call; poll briefly for the answer of a lone call first."""
-        while len(self._calls) == 1 and not call.ready.is_set():
+        while len(self._sent) == 1 and not call.ready.is_set():
             answer = self._answers.take_soon()
             if answer is None:
                 break
@@ -250,126 +365,136 @@ class CallTable:
         self._read_answers()
         await call.ready.wait()
 
-    def _receive(self, rank: int, message: Any) -> None:
+    def _receive(self, number: int, message: Any) -> None:
         """Deliver an answer, or an error of the queue or of one message."""
-        if isinstance(message, AioshmError) and rank in self._answers.failed:
-            self._session.queue_ended(self._ranks[rank])
-            return
+        rank = self._ranks[number]
         if isinstance(message, tuple):
-            self._deliver(rank, message)
-            return
-        for call in self.sent_to(rank):
-            call.errors[rank] = failure_of(message)
-            self._answered(rank, call)
-            if not call.done and not call.missing:
-                call.finish()
+            self._deliver(rank, *message)
+        elif number in self._answers.failed:
+            assert rank.process is not None
+            rank.process.ended.set()
+        else:  # the message may be the answer to any of these
+            for call in self.sent_to(number):
+                call.errors[number] = failure_of(message)
+                self._answered(rank, call)
 
-    def _deliver(self, rank: int, reply: Message) -> None:
-        kind, number, _, value = reply
-        call = self._calls.get(number)
-        if call is None or rank not in call.missing:
-            return
-        if kind != ITEM:
-            self._answered(rank, call)
-        if call.done:
+    def _deliver(self, rank: Rank, kind: int, number: int, _: Any, value: Any) -> None:
+        call = self._sent.get(number)
+        if call is None or rank.rank not in call.missing:
             return
         if isinstance(value, Undecodable):
-            call.errors[rank] = failure_of(value.error)
-            if kind == ITEM:
-                self._post(call, CANCEL)
+            call.errors[rank.rank] = failure_of(value.error)
+            if kind == ITEM and not call.done:
                 call.finish()
-        elif kind == ITEM:
-            call.items.append(value)
-            call.notify()
+                self._notify(call, CANCEL)
         elif kind == FAILURE:
-            call.errors[rank] = value
-        else:
-            call.results[rank] = value
+            call.errors[rank.rank] = value
+        elif kind == RESULT:
+            call.results[rank.rank] = value
+        elif not call.done:
+            call.items.append(value)
+            call.ready.set()
+        if kind != ITEM:
+            self._answered(rank, call)
+
+    def _answered(self, rank: Rank, call: Call) -> None:
+        """Forget a call of a worker, which may take the next one."""
+        self._drop(rank, call)
         if not call.missing:
             call.finish()
+        self.freed(rank)
 
-    def _answered(self, rank: int, call: Call) -> None:
-        call.missing.discard(rank)
+    def _drop(self, rank: Rank, call: Call) -> None:
+        rank.sent.discard(call)
+        rank.streams.discard(call)
+        call.missing.discard(rank.rank)
         if not call.missing:
-            del self._calls[call.number]
-        if call.of_all:
-            self.schedule.broadcast_ends(self._ranks[rank])
-        else:
-            self.schedule.answered(call)
+            self._sent.pop(call.number, None)
+            if call.of_all:
+                self.update()
 
     # Workers come and go
 
-    def add(self, worker: Rank, requests: MessageQueue, replies: MessageQueue) -> None:
-        """Start to send calls to a worker that is ready."""
-        worker.arrive(requests, replies, self._last_broadcast)
-        self._answers.add(worker.rank, replies)
-        self._read_answers()
-        self.schedule.freed(worker)
-        self.note_presence()
+    def add(self, rank: Rank) -> None:
+        """Start to send calls to a worker that is ready, and to read its answers."""
+        assert rank.process is not None
+        self._answers.add(rank.rank, rank.process.replies)
+        rank.joined = 0 if self._last_of_all is None else self._last_of_all.number
+        rank.last_call = 0
+        rank.present = True
+        rank.enter("running")
+        self.update()
+        self.freed(rank)
 
-    def note_presence(self) -> None:
-        """Let calls of all workers pass if all are present, or none will ever be."""
-        if self._session.failure is not None or all(worker.present for worker in self._ranks.values()):
-            self._all_present.set()
+    def update(self) -> None:
+        """Let calls of all workers pass if all are present and have answered, or never will."""
+        busy = self._last_of_all is not None and self._last_of_all.missing
+        if self._session.failure is not None or (not busy and all(rank.present for rank in self._ranks.values())):
+            self._settled.set()
         else:
-            self._all_present.clear()
+            self._settled.clear()
 
-    def died(self, worker: Rank, failure: AioshmError) -> None:
-        """Fail calls in flight on a dead worker. Queued calls stay queued for its replacement."""
-        rank = worker.rank
-        if worker.present:
-            worker.present = False
-            self._answers.remove(rank)
-            with suppress(AioshmError, QueueEmpty):
-                while True:  # answers from before the death are valid
-                    self._deliver(rank, worker.replies.dequeue_nowait())
-            self._spawn(_close(worker.requests, worker.replies))
-        self.schedule.gone(worker)
-        self.note_presence()
-        for call in [*self._calls.values()]:
+    def leave(self, rank: Rank) -> None:
+        """Send no more calls to the present process of a rank, which is ending."""
+        rank.present = False
+        self.update()
+
+    def remove(self, rank: Rank, failure: AioshmError) -> None:
+        """Fail the calls in flight on a process that has ended. All others wait for its replacement."""
+        self.leave(rank)
+        process = rank.process
+        assert process is not None
+        self._answers.remove(rank.rank)
+        with suppress(AioshmError, QueueEmpty):
+            while True:  # answers from before the death are valid
+                self._deliver(rank, *process.replies.dequeue_nowait())
+        self._spawn(process.close())
+        for message, call in reversed(process.outbox):
+            if message[0] in (CALL, STREAM) and not call.done:
+                self._drop(rank, call)
+                call.number = 0
+                (self._any if call.wanted is None else rank.queue).appendleft(call)
+        rank.sent.clear()
+        rank.streams.clear()
+        for call in [*self._sent.values()]:
             # A call of all fails even after the answer of the dead worker: other workers may wait for that worker.
-            if not call.of_all and rank not in call.missing:
-                continue
-            call.missing.discard(rank)
-            if not call.missing:
-                del self._calls[call.number]
-            if call.sent or call.of_all:
-                call.fail(failure)
-            else:  # not sent yet: `_send` asks for a worker again
-                call.notify()
+            if call.of_all or rank.rank in call.missing:
+                call.finish(copy_error(failure))
+                self._drop(rank, call)
+        self._serve_all()
 
-    async def drain(self, workers: Iterable[Rank]) -> None:
+    async def drain(self, ranks: Iterable[Rank]) -> None:
         """Wait until the present calls of these workers are done."""
-        while not self.schedule.done(workers):
+        while any(rank.sent or rank.streams or rank.queue for rank in ranks):
             await asyncio.sleep(DRAIN_POLL_S)
             self._session.check()
 
     def end(self, failure: AioshmError) -> None:
-        for call in [*self.schedule.waiting(), *self._calls.values()]:
-            call.fail(failure)
-        self.note_presence()
+        """Fail all calls; the group has ended."""
+        waiting = [*self._any, *(call for rank in self._ranks.values() for call in rank.queue)]
+        self._any.clear()
+        for rank in self._ranks.values():
+            rank.queue.clear()
+            rank.alive.set()
+        for call in [*waiting, *self._sent.values()]:
+            call.finish(copy_error(failure))
+        self.update()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def aclose(self) -> None:
         """Close all queues; the workers end their calls and exit. Idempotent."""
-        for worker in self._ranks.values():
-            if worker.present:
-                worker.present = False
-                self._spawn(_close(worker.requests, worker.replies))
+        for rank in self._ranks.values():
+            rank.present = False
+            if rank.process is not None:
+                self._spawn(rank.process.close())
         try:
             await self._answers.aclose()
             while self._tasks:
                 await asyncio.wait(self._tasks)
         finally:
             await self.broadcasts.aclose()
-
-
-async def _close(requests: MessageQueue, replies: MessageQueue) -> None:
-    try:
-        await requests.aclose()
-    finally:
-        await replies.aclose()

@@ -9,13 +9,12 @@ from typing import Any, Self
 from aioshm.arguments import check_int, check_plain, check_seconds, check_timeout
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
-from aioshm.engine.stats import StreamMeter, WorkerGroupStats, meter_of, metered
-from aioshm.engine.workers.messages import Request, method_name
+from aioshm.engine.stats import Meter, WorkerGroupStats
+from aioshm.engine.workers.calls import Call
 from aioshm.engine.workers.processes import Settings
-from aioshm.engine.workers.schedule import Call
-from aioshm.engine.workers.session import Session
+from aioshm.engine.workers.session import Session, method_name
 from aioshm.engine.workers.stream import WorkerStream
-from aioshm.engine.workers.worker import LoopFactory
+from aioshm.engine.workers.worker import LoopFactory, Request
 from aioshm.errors import AioshmError, EndClosed, QueueClosed, RoleError, copy_error
 from aioshm.process.limits import naming_limits
 from aioshm.process.placement import Placement, check_placement
@@ -136,7 +135,8 @@ class WorkerGroup(AsyncClosing):
             placement=placement,
         )
         self._session = Session(self._settings)
-        self._streams = StreamMeter()
+        self._calls = Meter()
+        self._streams = Meter()
         self._closed = False
         self._pid = os.getpid()
 
@@ -152,7 +152,6 @@ class WorkerGroup(AsyncClosing):
 
     # Calls
 
-    @metered
     async def collective_rpc(
         self,
         method: str | Callable[..., Any],
@@ -186,15 +185,16 @@ class WorkerGroup(AsyncClosing):
             QueueClosed: The group was closed.
             RoleError: The group was not entered.
         """
-        name = method_name(method)
-        if unique_reply_rank is not None:
-            self._check_rank("unique_reply_rank", unique_reply_rank)
-        check_timeout("timeout", timeout)
-        request = Request(method, _arguments(args), _keywords(kwargs), reply_rank=unique_reply_rank)
-        results = await self._entered().calls.call_all(Call(name, of_all=True), request, timeout)
-        if unique_reply_rank is None:
-            return results
-        return results[unique_reply_rank]
+        with self._calls.counting():
+            name = method_name(method)
+            if unique_reply_rank is not None:
+                self._check_rank("unique_reply_rank", unique_reply_rank)
+            check_timeout("timeout", timeout)
+            request = Request(method, _arguments(args), _keywords(kwargs), reply_rank=unique_reply_rank)
+            results = await self._entered().calls.call_all(Call(name, request, of_all=True), timeout)
+            if unique_reply_rank is None:
+                return results
+            return results[unique_reply_rank]
 
     async def broadcast(
         self, method: str | Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -291,17 +291,16 @@ class WorkerGroup(AsyncClosing):
             self._check_rank("rank", rank)
         check_timeout("timeout", timeout)
         request = Request(method, args, kwargs, check_int("prefetch", prefetch, minimum=1))
-        call = Call(name, rank, stream=True)
-        return WorkerStream(self._entered().calls, call, request, timeout, self._streams.stream())
+        call = Call(name, request, rank, stream=True)
+        return WorkerStream(self._entered().calls, call, timeout, self._streams)
 
-    @metered
     async def _call(
         self, rank: int | None, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
     ) -> Any:
-        name = method_name(method)
-        check_timeout("timeout", timeout)
-        call = Call(name, rank)
-        return await self._entered().calls.call(call, Request(method, args, kwargs), timeout)
+        with self._calls.counting():
+            call = Call(method_name(method), Request(method, args, kwargs), rank)
+            check_timeout("timeout", timeout)
+            return await self._entered().calls.call(call, timeout)
 
     def _check_rank(self, name: str, rank: int) -> None:
         most = self._session.callable
@@ -325,7 +324,7 @@ class WorkerGroup(AsyncClosing):
     @property
     def standbys(self) -> int:
         """How many standbys can take a rank immediately."""
-        return len(self._session.standbys.ready)
+        return len(self._session.standbys)
 
     def stats(self) -> WorkerGroupStats:
         """Return the counters of the group; from any thread."""
@@ -334,8 +333,8 @@ class WorkerGroup(AsyncClosing):
             self.n_workers,
             self.standbys,
             self.workers,
-            meter_of(self).stats(),
-            self._streams.stats(),
+            self._calls.call_stats(),
+            self._streams.stream_stats(),
         )
 
     async def membership(self) -> AsyncIterator[RankInfo]:

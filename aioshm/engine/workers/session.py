@@ -6,28 +6,16 @@ import asyncio
 import logging
 import pickle
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
 
 from aioshm.engine.workers.calls import CallTable
-from aioshm.engine.workers.messages import MessageCodec, method_name
-from aioshm.engine.workers.processes import Settings, WorkerProcess, WorkerProcesses
-from aioshm.engine.workers.rank import Rank
-from aioshm.engine.workers.standbys import Standbys
-from aioshm.errors import (
-    AioshmError,
-    CodecError,
-    EndClosed,
-    PeerClosed,
-    PeerDied,
-    RemoteFailure,
-    WorkerError,
-    copy_error,
-)
+from aioshm.engine.workers.processes import EXIT_WITHIN_S, Rank, Settings, WorkerProcess, WorkerProcesses
+from aioshm.engine.workers.worker import MessageCodec
+from aioshm.errors import AioshmError, CodecError, EndClosed, RemoteFailure, WorkerError, copy_error
 from aioshm.process.background import completed, give_back, in_thread
-from aioshm.process.restart import ALIVE, RankInfo, Restart
+from aioshm.process.restart import ALIVE, Life, RankInfo, Restart
 from aioshm.process.stalls import Watched
 from aioshm.queue import MessageQueue
 
@@ -54,16 +42,19 @@ class Session:
         self.replaces: bool = False  # whether dead workers are replaced: with ``restart``, after the start
         self.ranks: dict[int, Rank] = {}
         self._add_ranks(settings.n_workers)
-        self.standbys: Standbys = Standbys(self, settings)
+        self.standbys: list[WorkerProcess] = []
+        self.wanted_standbys: int = settings.standbys
+        self.news: asyncio.Event = asyncio.Event()  # a standby was taken, or a process has exited
+        self._n_standbys = 0  # started in all
         self._tasks: set[asyncio.Task[None]] = set()
         self._watchers: set[asyncio.Queue[RankInfo | None]] = set()
-        self._pickled = b""  # the call that creates a worker
+        self._construction = b""  # the pickled call that creates a worker
 
     def _add_ranks(self, n_workers: int) -> list[Rank]:
         restart = self._settings.restart or Restart()
         added = []
         for rank in range(len(self.ranks), n_workers):
-            self.ranks[rank] = Rank(rank, f"{self._settings.name}_{rank}", restart, self.worker_changed)
+            self.ranks[rank] = Rank(rank, f"{self._settings.name}_{rank}", restart, self._note_change)
             added.append(self.ranks[rank])
         return added
 
@@ -95,31 +86,28 @@ class Session:
         try:
             async with asyncio.timeout(settings.ready_timeout) as scope:
                 try:
-                    self._pickled = await in_thread(lambda: pickle.dumps(call))
+                    self._construction = await in_thread(lambda: pickle.dumps(call))
                 except Exception as error:
                     text = f"worker, args and kwargs cannot be pickled: {type(error).__name__}: {error}"
                     raise CodecError(text) from error
                 await self.calls.broadcasts.wait_until_ready()  # now workers can join
                 for rank in self.ranks.values():
-                    rank.take_process(self.processes.start(rank.name, rank.rank))
+                    rank.take_process(self.processes.start(rank.name, self._construction, rank.rank))
                     await asyncio.sleep(0)
-                await self._create_all()
+                results = await _all(self._create_first(rank) for rank in self.ranks.values())
         except TimeoutError:
             if not scope.expired():
                 raise
             names = self.describe(rank for rank, each in self.ranks.items() if not each.present)
             text = f"the start of the workers: no answer from {names} within {settings.ready_timeout} s"
             raise TimeoutError(text) from None
+        if failures := {rank: failure for rank, failure in enumerate(results) if failure is not None}:
+            raise WorkerError(method_name(settings.worker), failures)
         self.replaces = settings.restart is not None
-        if not self.replaces:
-            self._pickled = b""
-        self.standbys.fill()
-
-    async def _create_all(self) -> None:
-        results = await _all(self._create_first(rank) for rank in self.ranks.values())
-        failures = {rank: failure for rank, failure in zip(self.ranks, results, strict=True) if failure is not None}
-        if failures:
-            raise WorkerError(method_name(self._settings.worker), failures)
+        for rank in self.ranks.values():
+            rank.task = self.spawn(self._keep(rank), f"aioshm-keeps-worker-{rank.rank}")
+        if self.wanted_standbys:
+            self.spawn(self._keep_standbys(), "aioshm-keeps-standbys")
 
     async def _create_first(self, rank: Rank) -> RemoteFailure | None:
         """Create a worker at the start; raise the exit of a process that dies meanwhile."""
@@ -128,47 +116,21 @@ class Session:
         except AioshmError:  # some are an OSError, too
             raise
         except (EOFError, OSError):
-            self.queue_ended(rank)
-            await self.ended.wait()
-            assert self.failure is not None
-            raise copy_error(self.failure) from None
+            assert rank.process is not None
+            await self.processes.kill_now(rank.process, EXIT_WITHIN_S)
+            self.end(self.processes.death(rank))
+            raise self.processes.death(rank) from None
 
     async def _create(self, rank: Rank) -> RemoteFailure | None:
-        """Create a worker's object, and open its queues; return the exception of its constructor."""
+        """Create a worker's object, and start to send calls to it; return the exception of its constructor."""
         process = rank.process
         assert process is not None
-        await process.handle()
-        await process.control.send((rank.rank, self._pickled))
-        failure: RemoteFailure | None = await process.control.receive()
+        broadcasts = self.calls.broadcasts.export_handle().to_json()
+        failure = await process.create(rank.rank, broadcasts, self._settings)
         if failure is None:
-            await self.connect(rank, process)
+            self.processes.progress.add(process.name, process.process)
+            self.calls.add(rank)
         return failure
-
-    async def connect(self, rank: Rank, process: WorkerProcess) -> None:
-        """Open the queues of a worker that was constructed, and start to send calls to it."""
-        options = msgspec.structs.replace(
-            self._settings.options, on_reader_death="raise", max_readers=None, slow_reader="block", prefault_bytes=0
-        )
-        async with AsyncExitStack() as unused:
-            requests = MessageQueue(1, 1, None, *self._settings.sizes, codec=MessageCodec(), options=options)
-            unused.push_async_callback(requests.aclose)
-            await process.control.send((self.calls.broadcasts.export_handle(), requests.export_handle()))
-            replies = MessageQueue.create_from_handle(await process.handle(), 0, codec=MessageCodec(), options=options)
-            unused.push_async_callback(replies.aclose)
-            admitting = asyncio.create_task(requests.wait_until_ready())
-            try:
-                await replies.wait_until_ready()
-                await process.control.receive()  # the worker has attached to both of its queues
-                await admitting
-            except (PeerClosed, PeerDied):  # the worker is ending: the reason is in its standard error
-                raise EOFError from None
-            finally:
-                admitting.cancel()
-            if process.exited.done():
-                raise EOFError
-            unused.pop_all()
-        self.calls.add(rank, requests, replies)
-        self.processes.progress.add(process.name, process.process)
 
     # The states of the workers
 
@@ -184,7 +146,7 @@ class Session:
 
     def describe(self, ranks: Iterable[int]) -> str:
         """Name workers, with the state of workers that make no progress or cannot run."""
-        return ", ".join(self.ranks[rank].describe() for rank in sorted(ranks))
+        return ", ".join(self.ranks[rank].describe() for rank in sorted(ranks) if rank in self.ranks)
 
     def describe_absent(self) -> str:
         """Describe the deaths of absent workers, and the state of their replacements."""
@@ -210,7 +172,7 @@ class Session:
         finally:
             self._watchers.discard(changes)
 
-    def worker_changed(self, info: RankInfo | None) -> None:
+    def _note_change(self, info: RankInfo | None) -> None:
         """Report a change to the iterators of `membership`; None: the group has ended."""
         for changes in self._watchers:
             changes.put_nowait(info)
@@ -220,73 +182,86 @@ class Session:
         for rank in self.ranks.values():
             if rank.process is not None and rank.process.process is watched.process:
                 rank.note_health(watched.health, watched.where)
-                self.calls.schedule.freed(rank)
+                self.calls.freed(rank)
 
     # Deaths and replacements
 
-    def processes_exited(self, gone: list[WorkerProcess]) -> None:
-        """Fail the calls in flight on dead workers, and replace the workers; or end the group."""
-        dead = [rank for rank in self.ranks.values() if rank.process in gone]
-        if not self.replaces:
-            for rank in dead:
-                rank.cause = rank.exit.describe()
+    async def _keep(self, rank: Rank) -> None:
+        """Replace the worker of a rank after each death; or end the group, without ``restart`` or in a crash loop."""
+        cause = ""
+        runs = rank.process is not None
+        while True:
+            if not runs and not await rank.bring_back(cause, lambda: self._start(rank)):
+                self.end(self.processes.death(rank, f"a crash loop: {rank.history.story}"))
+                return
+            process = rank.process
+            assert process is not None
+            await process.ended.wait()
+            runs = False
+            self.calls.leave(rank)
+            cause = (await self.processes.kill_now(process, CODE_WITHIN_S)).describe()
+            failure = self.processes.death(rank)
+            self.calls.remove(rank, failure)
+            rank.cause = cause
+            if not self.replaces:
                 rank.enter("exited")
-            self.end(self.processes.death(dead))
-            return
-        for process in gone:
-            self.standbys.died(process)
-        for rank in dead:
-            if rank.present:  # else the task that starts the worker handles the exit
-                self._replace_dead(rank)
-
-    def _replace_dead(self, rank: Rank) -> None:
-        assert rank.process is not None
-        self.calls.died(rank, self.processes.death([rank]))
-        cause = rank.exit.describe()
-        rank.cause = cause
-        rank.enter("waiting")
-        if rank.process.process.reason == BY_REQUEST:  # no death that the policy counts
-            logger.info("%s; replacing it", cause)
-            rank.history.restarts += 1
-            cause = ""
-        self._bring_back(rank, cause)
-
-    def _bring_back(self, rank: Rank, cause: str = "") -> asyncio.Task[None]:
-        """Start a process for a rank until the worker is ready; return the task that does."""
-
-        async def bring_back() -> None:
-            if not await rank.bring_back(cause, lambda: self._start(rank)):
-                self.end(self.processes.death([rank], f"a crash loop: {rank.history.story}"))
-
-        rank.task = self.spawn(bring_back(), f"aioshm-replaces-worker-{rank.rank}")
-        return rank.task
+                self.end(failure)
+                return
+            rank.enter("waiting")
+            if process.process.reason == BY_REQUEST:  # no death that the policy counts
+                logger.info("%s; replacing it", cause)
+                rank.history.restarts += 1
+                cause = ""
 
     async def _start(self, rank: Rank) -> str:
         """Create the worker in a standby, or else in a new process; return the cause of a failure, or ""."""
         if rank.process is not None:
             self.processes.discard(rank.process)
-        if self.standbys.ready:
-            process = self.standbys.ready.pop(0)
+        if self.standbys:
+            process = self.standbys.pop(0)
         else:
             try:
-                process = self.processes.start(rank.name, rank.rank)
+                process = self.processes.start(rank.name, self._construction, rank.rank)
             except Exception as error:
                 return f"worker {rank.rank} could not be started: {error}"
         rank.take_process(process)
         rank.enter("starting")
-        cause = await self.processes.prepare(process, self._create_again(rank), "created")
+        cause = await self.processes.prepare(process, self._create(rank), "created")
         if not cause:
             logger.info("%s is worker %d: pid %d", process.name, rank.rank, process.pid)
-        self.standbys.fill()  # not before: the replacement comes first
+        self.news.set()  # not before: the replacement comes before the next standby
         return cause
 
-    async def _create_again(self, rank: Rank) -> str:
+    async def _keep_standbys(self) -> None:
+        """Keep as many standbys as are wanted: processes that have imported the worker's modules, without a rank."""
+        life = Life(0, self._settings.restart or Restart())  # of all standbys
+        cause = ""
+        while True:
+            self.news.clear()
+            for process in [process for process in self.standbys if process.exited.done()]:
+                self.standbys.remove(process)
+                self.processes.discard(process)
+                cause = process.exited.result().describe()
+            if len(self.standbys) >= self.wanted_standbys:
+                await self.news.wait()
+            elif await life.bring_back(cause, self._start_standby):
+                cause = ""
+            else:
+                logger.error("standbys are not restarted any more: %s", life.history.story)
+                return
+
+    async def _start_standby(self) -> str:
+        name = f"{self._settings.name}_standby_{self._n_standbys}"
+        self._n_standbys += 1
         try:
-            failure = await self._create(rank)
-        except AioshmError as error:
-            return f"cannot attach to the queues of {rank.process}: {error}"
-        if failure is not None:
-            return f"{rank.process} could not be created: {failure}"
+            process = self.processes.start(name, self._construction)
+        except Exception as error:
+            return f"a standby could not be started: {error}"
+        cause = await self.processes.prepare(process, process.wait_imported(), "ready")
+        if cause:
+            self.processes.discard(process)
+            return f"{cause} before it was needed"
+        self.standbys.append(process)
         return ""
 
     async def restart(self, number: int, timeout: float | None) -> None:
@@ -294,29 +269,18 @@ class Session:
         self.check()  # the workers of a group that has ended are left alone
         rank = self.ranks[number]
         if rank.is_alive:
-            assert rank.process is not None
+            process = rank.process
+            assert process is not None
+            self.calls.leave(rank)
             rank.enter("stopping")
-            rank.task = self.spawn(_kill(rank.process), f"aioshm-restarts-worker-{number}")
+            self.spawn(give_back(lambda: process.process.end(BY_REQUEST)), f"aioshm-restarts-worker-{number}")
         try:
             async with asyncio.timeout(timeout):
-                while not rank.is_alive:
-                    assert rank.task is not None
-                    await asyncio.wait([rank.task])
-                    self.check()
-                    if self.ranks.get(number) is not rank:
-                        raise EndClosed("the group of workers was made smaller")
+                await rank.alive.wait()
+                self.check()
         except TimeoutError:
             text = f"no replacement of {rank.describe()} within {timeout} s: {self.describe_absent()}"
             raise TimeoutError(text) from None
-
-    def queue_ended(self, rank: Rank) -> None:
-        """Expect the exit of a worker after the end of its queue or socket."""
-        assert rank.process is not None
-        asyncio.get_running_loop().call_later(CODE_WITHIN_S, self._check_exited, rank, rank.process)
-
-    def _check_exited(self, rank: Rank, process: WorkerProcess) -> None:
-        if not process.exited.done() and self.failure is None and self.ranks.get(rank.rank) is rank:
-            process.process.kill()
 
     # The number of workers
 
@@ -326,16 +290,17 @@ class Session:
         self.check()
 
     async def _scale(self, n_workers: int) -> None:
-        calls = self.calls
         try:
-            async with calls.lock:  # after earlier calls of all
-                await calls.all_present()
+            async with self.calls.lock:  # after earlier calls of all
+                await self.calls.settled()
                 if n_workers < len(self.ranks):
                     await self._shrink([self.ranks[rank] for rank in range(n_workers, len(self.ranks))])
                 newcomers = self._add_ranks(n_workers)
-                calls.note_presence()
-                if newcomers:
-                    await asyncio.wait([self._bring_back(rank) for rank in newcomers])
+                self.calls.update()
+                for rank in newcomers:
+                    rank.task = self.spawn(self._keep(rank), f"aioshm-keeps-worker-{rank.rank}")
+                for rank in newcomers:
+                    await rank.alive.wait()
         except AioshmError:
             if self.failure is None:
                 raise
@@ -346,19 +311,18 @@ class Session:
             rank.leaving = True
         await calls.drain(leaving)
         while not all(rank.present for rank in self.ranks.values()):  # one has died: its restart is not interrupted
-            await calls.all_present()
+            await calls.settled()
             await calls.drain(leaving)
         failure = EndClosed("the group of workers was made smaller")
-        processes = []
         for rank in leaving:
-            assert rank.process is not None
-            processes.append(rank.process)
-            del self.ranks[rank.rank]  # from here on the death does not matter
-            if rank.task is not None:
-                rank.task.cancel()
-            calls.died(rank, failure)
+            assert rank.task is not None
+            rank.task.cancel()  # from here on the death does not matter
+            calls.remove(rank, failure)
+            del self.ranks[rank.rank]
+            for call in rank.queue:
+                call.finish(copy_error(failure))
         # The workers exit because their queues were closed.
-        await _all(self.processes.stop_worker(process) for process in processes)
+        await _all(self.processes.stop_worker(rank.process) for rank in leaving if rank.process is not None)
 
     # The end
 
@@ -383,7 +347,7 @@ class Session:
             self.ended.set()
             if self.is_open:
                 self.calls.end(failure)
-            self.worker_changed(None)
+            self._note_change(None)
 
     async def stop(self, patience: float) -> None:
         """Let the workers exit by themselves for that many seconds, then stop the remaining ones; after `end`.
@@ -408,9 +372,13 @@ class Session:
             await self.calls.aclose()
 
 
-async def _kill(process: WorkerProcess) -> None:
-    await give_back(lambda: process.process.end(BY_REQUEST))
-    await asyncio.wait([process.exited])  # from then on the rank has the task that replaces the worker
+def method_name(method: object) -> str:
+    """Return the name of a method or function for error texts; raise `TypeError` if it is neither."""
+    if isinstance(method, str) and method:
+        return method
+    if not callable(method):
+        raise TypeError(f"method must be the name of a method, or a function, not {method!r}")
+    return str(getattr(method, "__qualname__", repr(method)))
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:

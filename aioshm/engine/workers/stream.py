@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine
+from typing import TYPE_CHECKING, Any
 
 from aioshm.arguments import check_timeout
-from aioshm.engine.workers.calls import CallTable
-from aioshm.engine.workers.messages import Request
-from aioshm.engine.workers.schedule import Call
+from aioshm.engine.workers.calls import Call, CallTable
 from aioshm.errors import RequestAborted
+
+if TYPE_CHECKING:
+    from aioshm.engine.stats import Meter
 
 
 class WorkerStream(AsyncIterator[Any]):
@@ -21,20 +21,13 @@ class WorkerStream(AsyncIterator[Any]):
     close the generator; iterating further raises `RequestAborted`.
     """
 
-    def __init__(
-        self,
-        calls: CallTable,
-        call: Call,
-        request: Request,
-        timeout: float | None,
-        metering: AbstractContextManager[Any],
-    ) -> None:
+    def __init__(self, calls: CallTable, call: Call, timeout: float | None, meter: Meter) -> None:
         self._calls = calls
         self._call = call
-        self._request = request
         self._timeout = timeout
-        self._metering = metering
-        self._count_item: Callable[[], None] | None = None  # None: before the beginning, and after the end
+        self._meter = meter
+        self._began: int | None = None  # before the first item: the time of the start, for the meter
+        self._counted = False  # whether the meter counts this stream now
         self._loop = asyncio.get_running_loop()
         self._left = False
         self._waiting = False
@@ -54,11 +47,12 @@ class WorkerStream(AsyncIterator[Any]):
             raise RuntimeError(f"{call.method}: another task waits for an item of this stream")
         if self._left:
             raise self._aborted()
-        if self._count_item is None and not call.done:
-            self._count_item = self._metering.__enter__()
+        if not (self._counted or call.done):
+            self._began = self._meter.begin()
+            self._counted = True
         self._waiting = True
         try:
-            item = await self._calls.next_item(call, self._request, timeout)
+            item = await self._calls.next_item(call, timeout)
         except TimeoutError:
             raise
         except BaseException as error:
@@ -69,8 +63,10 @@ class WorkerStream(AsyncIterator[Any]):
             raise
         finally:
             self._waiting = False
-        if self._count_item is not None:
-            self._count_item()
+        self._meter.items += 1
+        if self._began is not None:
+            self._meter.took(self._began)
+            self._began = None
         return item
 
     def _aborted(self) -> RequestAborted:
@@ -80,16 +76,16 @@ class WorkerStream(AsyncIterator[Any]):
 
     def _end(self, error: BaseException | None) -> None:
         self._calls.abandon(self._call)
-        if self._count_item is not None:
-            self._count_item = None
-            self._metering.__exit__(None if error is None else type(error), error, None)
+        if self._counted:
+            self._counted = False
+            self._meter.end(error)
 
     async def aclose(self) -> None:
         """Close the generator unless finished. Idempotent."""
         self._left = self._left or not self._call.done or bool(self._call.items)
         self._end(GeneratorExit())
-        self._call.notify()
+        self._call.ready.set()
 
     def __del__(self) -> None:
-        if self._count_item is not None and asyncio._get_running_loop() is self._loop:
-            self._end(GeneratorExit())
+        if self._counted and asyncio._get_running_loop() is self._loop:
+            self._loop.call_soon(self._end, GeneratorExit())  # later: the table may be at work now

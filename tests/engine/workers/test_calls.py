@@ -37,9 +37,9 @@ async def call(group: WorkerGroup, alone: bool, method: str, *args: Any, timeout
 async def sent_step(group: WorkerGroup, method: str, *args: Any) -> asyncio.Task[Any]:
     """Begin a call of all workers, and wait until it was sent."""
     session = group._session
-    sent = session.calls._last_broadcast
+    before = session.calls._last_of_all
     step = asyncio.create_task(group.collective_rpc(method, args))
-    await until(lambda: session.calls._last_broadcast > sent)
+    await until(lambda: session.calls._last_of_all is not before)
     return step
 
 

@@ -19,8 +19,8 @@ from test_calls import calls_of
 
 from aioshm import WorkerDied
 from aioshm.engine import RankInfo, Restart, WorkerGroup
-from aioshm.engine.workers.messages import MAX_TEXT, ControlSocket
-from aioshm.process.watch import ProcessExit
+from aioshm.engine.workers.processes import WorkerProcess
+from aioshm.engine.workers.worker import MAX_TEXT
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -89,7 +89,7 @@ async def test_answers_from_before_a_death_are_delivered() -> None:
     async with group_of(1) as group:
         stream = group.stream(0, "count", prefetch=8)
         assert await anext(stream) == 0
-        replies = group._session.ranks[0].replies
+        replies = group._session.ranks[0].process.replies
         # Blocks the loop: the group reads no answer meanwhile.
         eventually(lambda: replies.stats().backlog + len(stream._call.items) == 7)
         pid = group.pids[0]
@@ -113,7 +113,7 @@ async def test_idle_workers_and_standbys_are_replaced() -> None:
 
         watching = asyncio.create_task(watch())
         await until(lambda: group.standbys == 1)
-        standby = group._session.standbys.ready[0]
+        standby = group._session.standbys[0]
         os.kill(standby.pid, signal.SIGKILL)
         await until(lambda: group.standbys == 1 and standby.exited.done())
         assert not changes
@@ -159,7 +159,7 @@ async def test_loop_runs_while_a_stopped_standby_is_sent_large_arguments_as_they
     async with group_of(1, standbys=1, kwargs={"table": table}) as group:
         table[:] = b"\1" * len(table)
         await until(lambda: group.standbys == 1)
-        standby = group._session.standbys.ready[0]
+        standby = group._session.standbys[0]
         os.kill(standby.pid, signal.SIGSTOP)
         rescue = threading.Timer(20, os.kill, (standby.pid, signal.SIGCONT))
         rescue.start()
@@ -201,33 +201,48 @@ async def test_replacement_that_dies_when_it_is_running_is_replaced() -> None:
         assert await group.collective_rpc("add", timeout=60) == [0]
 
 
-@pytest.mark.parametrize("standbys", [0, 1])
-async def test_process_that_dies_before_it_is_ready_is_replaced(standbys: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed: dict[int | None, int] = {}
+@pytest.mark.parametrize("name", ["wait_imported", "create"])
+async def test_process_that_dies_before_it_is_ready_is_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = getattr(WorkerProcess, name)
+    killed: list[int] = []
 
-    async def kill_first(control: ControlSocket) -> Any:
-        said = await receive(control)
-        process = next(each for each in processes._processes.values() if each.control is control)
-        rank = next((rank for rank, each in session.ranks.items() if each.process is process), None)
-        if rank not in killed and (rank is None or said == "ready"):  # a standby, or a created worker
-            killed[rank] = process.pid
+    async def kill_first(process: WorkerProcess, *args: Any) -> Any:
+        result = await step(process, *args)
+        if not killed:
+            killed.append(process.pid)
             os.kill(process.pid, signal.SIGKILL)
             await asyncio.wait([process.exited])
-        return said
+        return result
 
-    async with group_of(1) as group:
-        session = group._session
-        processes = session.processes
-        receive = ControlSocket.receive
-        monkeypatch.setattr(ControlSocket, "receive", kill_first)
-        session.standbys.wanted = standbys
-        session.standbys.fill()
-        await until(lambda: group.standbys == standbys)
-        assert list(killed) == [None] * standbys
-        os.kill(group.pids[0], signal.SIGKILL)
-        await until(lambda: group.workers[0].state == "running" and group.workers[0].restarts == 2)
-        assert group.pids[0] not in killed.values()
+    async with group_of(1, standbys=1) as group:
+        await until(lambda: group.standbys == 1)
+        monkeypatch.setattr(WorkerProcess, name, kill_first)
+        before = group.pids[0]
+        os.kill(before, signal.SIGKILL)
+        await until(lambda: killed and group.standbys == 1 and group.workers[0].state == "running")
+        with suppress(WorkerDied):  # if the group had not noticed the death
+            await group.collective_rpc("add", timeout=60)
         assert await group.collective_rpc("add", timeout=60) == [0]
+        assert group.pids[0] not in (before, *killed)
+
+
+async def test_calls_that_wait_for_room_at_a_stopped_worker_reach_its_replacement() -> None:
+    async with group_of(max_chunk_bytes=1 << 10, max_chunks=2) as group:
+        pid = group.pids[1]
+        process = group._session.ranks[1].process
+        assert process is not None
+        os.kill(pid, signal.SIGSTOP)
+        calls: list[asyncio.Task[str]] = []
+        while not process.outbox:
+            calls.append(asyncio.create_task(group.call(1, "double", "x" * 2000)))
+            await asyncio.sleep(0)
+        sent = len(calls) - 1
+        calls += [asyncio.create_task(group.call(1, "double", number)) for number in "ab"]
+        assert await group.call(0, "add", timeout=60) == 0  # the other worker is not blocked
+        os.kill(pid, signal.SIGKILL)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes[:sent]] == [WorkerDied] * sent
+        assert outcomes[sent:] == ["x" * 4000, "aa", "bb"]
 
 
 async def test_worker_with_a_closed_queue_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,28 +362,3 @@ async def test_a_storm_of_deaths_answers_every_call_and_stream_once() -> None:
 def test_wrong_arguments_are_errors(options: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         group_of(2, **options)
-
-
-async def test_call_of_all_waits_again_if_another_worker_dies_before_it_continues(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with group_of(2) as group:
-        session = group._session
-        victim = session.ranks[1].process
-        assert victim is not None
-        note_presence = session.calls.note_presence
-
-        def kill_other() -> None:
-            """Let the other worker's death be noticed when the first has returned, in the same turn of the loop."""
-            note_presence()
-            if session.ranks[0].present and not victim.exited.done():
-                os.kill(victim.pid, signal.SIGKILL)
-                victim.process.join()
-                victim.exited.set_result(ProcessExit(victim.name, victim.pid, victim.process.exitcode))
-                session.processes_exited([victim])
-
-        os.kill(group.pids[0], signal.SIGKILL)
-        await until(lambda: not session.ranks[0].present)
-        monkeypatch.setattr(session.calls, "note_presence", kill_other)
-        assert await group.broadcast("add", timeout=20) == [0, 1]
-        assert [info.restarts for info in group.workers] == [1, 1]

@@ -16,8 +16,7 @@ from test_calls import calls_of
 
 from aioshm import Options, QueueClosed, RoleError
 from aioshm.engine import Restart, WorkerGroup
-from aioshm.engine.workers.processes import WorkerProcess
-from aioshm.engine.workers.rank import Rank
+from aioshm.engine.workers.processes import Rank, WorkerProcess
 
 pytestmark = pytest.mark.slow_on_uvloop
 
