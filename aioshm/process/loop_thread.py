@@ -26,8 +26,10 @@ from aioshm.process.limits import check_descriptors, naming_limits, start_thread
 
 ALIVE_CHECK_S = 1.0
 """How late a waiting caller may notice that the loop's thread has ended."""
-CANCEL_PATIENCE_S = 1.0
+CANCEL_PATIENCE_S = 3.0
 """A handler's exception interrupts a cancellation older than this: a user who presses Ctrl-C again wants to leave."""
+CANCELLATIONS = 8
+"""How often a call tries to cancel its coroutine. Handlers of three signals may raise one right after the other."""
 END_S = 10.0
 """How long `stop` waits for the thread to end. A thread that takes longer is stuck in a callback."""
 
@@ -159,36 +161,35 @@ class LoopThread:
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run the coroutine that ``work`` creates in the thread, and return its result."""
         errand: _Errand[T] = _Errand()
-        try:
-            self._post(lambda: errand.start(work))
-            self._wait_for(errand)
-        except (QueueClosed, RoleError):
-            raise
-        except BaseException:  # of a signal handler
-            errand.dropped = True
-            try:  # another signal's handler may raise before `_cancel` has begun
-                try:
-                    self._cancel(errand)
-                finally:
-                    self._cancel(errand)
-            finally:
-                self._cancel(errand)
-            raise
+        self._run(errand, work, CANCELLATIONS)
         return errand.outcome()
+
+    def _run(self, errand: _Errand[T], work: Callable[[], Coroutine[Any, Any, T]], attempts: int) -> None:
+        """Wait for a coroutine; try so often to cancel the coroutine, as handlers may raise before `_cancel` begins."""
+        try:
+            if attempts > 1:
+                self._run(errand, work, attempts - 1)
+            else:
+                self._post(lambda: errand.start(work))
+                self._wait_for(errand)
+        except BaseException:  # of a signal handler, of any type; or the thread has ended
+            errand.dropped = True
+            self._cancel(errand)
+            raise
 
     def _cancel(self, errand: _Errand[Any]) -> None:
         """Cancel a coroutine, and wait for its end; drop exceptions of handlers for the first `CANCEL_PATIENCE_S`."""
-        until = monotonic() + CANCEL_PATIENCE_S
-        ended = False
-        while not ended:
+        while not errand.left:
             try:
+                errand.until = errand.until or monotonic() + CANCEL_PATIENCE_S
                 if self.post(errand.cancel):
                     self._wait_for(errand)
-                ended = True
+                errand.left = True
             except QueueClosed:
-                ended = True
+                errand.left = True
             except BaseException:
-                if monotonic() > until:
+                if errand.until and monotonic() > errand.until:
+                    errand.left = True
                     raise
 
     def post(self, function: Callable[[], object]) -> bool:
@@ -250,6 +251,8 @@ class _Errand(Generic[T]):
         self._settled = False
         self.value: T | None = None  # None until there is a result
         self.dropped: bool = False  # whether the caller was interrupted
+        self.until: float = 0.0  # until when the cancellation drops exceptions of handlers; 0: it has not begun
+        self.left: bool = False  # whether the caller has ended its cancellation
         self._error: BaseException | None = None
         self._task: asyncio.Task[T] | None = None
 

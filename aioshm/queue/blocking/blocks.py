@@ -34,10 +34,11 @@ class Block(AbstractContextManager[Any]):
     def __enter__(self) -> Any:
         end = self._end
         deadline = deadline_after(self._timeout, in_thread=True)
+        block = weakref.ref(self, end.block_dropped)
         end.acquire(deadline)
+        end.block = block  # no call since: from here on, `block_dropped` releases the lock at the latest
         entered = False
         try:
-            end.block = weakref.ref(self, end.block_dropped)
             self._enter(deadline)
             entered = True
         finally:  # no other call until `drop_block` has released the lock: a handler could raise there

@@ -6,12 +6,18 @@ import _thread
 import gc
 import signal
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from faces import pair
+from faces import Thread, pair
+from support import eventually
+
+from aioshm.errors import RoleError
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 
@@ -81,6 +87,13 @@ def interrupter() -> Iterator[Interrupter]:
             signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def calls_of_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profiler does not see the call of a type, after which handlers run, too: a function calls it."""
+    seen = SimpleNamespace(ref=lambda *arguments: weakref.ref(*arguments))
+    monkeypatch.setattr("aioshm.queue.blocking.blocks.weakref", seen)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("how", ["lease", "acquire_read"])
 def test_block_that_reads_and_is_interrupted_at_any_place_loses_nothing(how: str, count: int) -> None:
@@ -143,3 +156,37 @@ def test_block_that_writes_and_is_interrupted_at_any_place_sends_all_or_nothing(
             assert received in ([1, 2], [2]), f"interrupted at place {place}"
         assert received == [1, 2]
         assert place > 50
+
+
+@pytest.mark.parametrize(("error", "count"), [(_Interrupted, 6), (RoleError, 1)])
+def test_call_on_the_loop_that_handlers_interrupt_sends_nothing_later(error: type[Exception], count: int) -> None:
+    numbers = [*SIGNALS, signal.SIGPROF, signal.SIGVTALRM, signal.SIGHUP][:count]
+    call = SimpleNamespace(runs=True, interrupted=False)
+
+    def handle(*_: object) -> None:
+        if call.runs:
+            raise error
+
+    def send(caller: int) -> None:
+        eventually(lambda: writer.held.state.lock.calls, "the call to wait on the loop")
+        for number in numbers:  # the GIL stays here, so that all have come when the first is seen
+            signal.pthread_kill(caller, number)
+
+    with pair() as (writer, reader):
+        writer.enqueue_many(range(4), 20)
+        before = [signal.signal(number, handle) for number in numbers]
+        try:
+            sending = Thread(send, threading.get_ident())
+            try:
+                writer.enqueue_many(["late"], 20)
+            except error:
+                call.runs = False  # takes no call: no handler raises before this
+                call.interrupted = True
+            sending.result()
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+        assert (call.interrupted, writer.messages) == (True, 4)
+        assert reader.dequeue_many(9, 20) == [*range(4)]
+        writer.enqueue("after", 20)
+        assert reader.dequeue(20) == "after"
