@@ -113,6 +113,12 @@ def _search(weak_source: weakref.ref[NoWriter], loop: asyncio.AbstractEventLoop)
         source.search(loop)
 
 
+def _leave_if_idle(weak_reconnect: weakref.ref[Reconnect]) -> None:
+    reconnect = weak_reconnect()
+    if reconnect is not None:
+        reconnect.leave_if_idle()
+
+
 class Reconnect:
     """Attaches a reader to its writer, and to each successor of the writer."""
 
@@ -140,6 +146,7 @@ class Reconnect:
         self._ended: tuple[int, AioshmError] | None = None
         # The error that prevented attaching, until a call has raised it.
         self._obstacle: AioshmError | None = None
+        self._leaving: asyncio.Handle | None = None  # when to look whether the reader is idle and its writer gone
         self._finishing: set[asyncio.Task[None]] = set()
         # Restarts that were reported to the caller.
         self.restarts: int = 0
@@ -212,16 +219,21 @@ class Reconnect:
         return self._repeat and isinstance(error, (PeerDied, PeerClosed, MessagesLost, QueueGone))
 
     def _on_interrupt(self) -> None:
-        state = self.state
-        if self._reader.source.gone is not None and state.loop is not None and state.refusal is None:
-            state.loop.call_soon(self._leave_if_idle)  # later: the source is in the middle of handling the departure
+        loop = self.state.loop
+        if self._reader.source.gone is not None and loop is not None and self._leaving is None:
+            # Later: the source is in the middle of handling the departure.
+            self._leaving = loop.call_soon(_leave_if_idle, weakref.ref(self))
 
-    def _leave_if_idle(self) -> None:
-        """Leave a writer that is gone and drained, although no call waits."""
+    def leave_if_idle(self) -> None:
+        """Leave a writer that is gone and drained, although no call waits; look again while there are messages."""
+        self._leaving = None
         state = self.state
         source = self._reader.source
         gone = source.gone
-        if gone is None or state.refusal is not None or state.lock.calls or source.poll():
+        if gone is None or state.refusal is not None or state.loop is None:
+            return
+        if state.lock.calls or source.poll():
+            self._leaving = state.loop.call_later(LONGEST_PAUSE_S, _leave_if_idle, weakref.ref(self))
             return
         with suppress(AioshmError):  # the next call raises it
             self.leave_writer(gone())

@@ -323,6 +323,19 @@ async def test_waiting_for_the_next_writer_may_be_cancelled_at_every_await() -> 
             assert received[1:] == [turns]
 
 
+async def test_an_idle_reader_leaves_a_writer_whose_last_messages_it_received_after_the_end() -> None:
+    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
+        async with new_writer() as writer:
+            await writer.enqueue("old", 20)
+        await until(lambda: reader.end.source.gone)
+        assert await reader.dequeue(20) == "old"
+        async with new_writer() as writer:
+            await writer.enqueue("new", 20)  # waits for the reader, which is in no call
+            with pytest.raises(QueueRestarted):
+                await reader.dequeue(20)
+            assert await reader.dequeue(20) == "new"
+
+
 async def test_whichever_call_comes_first_is_told_first() -> None:
     """An idle reader is ready again before anybody asks; no short way leads past the error."""
     async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
