@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from threading import get_ident
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioshm.closing import warn_not_closed
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from aioshm.queue.blocking.blocks import Block
 
 T = TypeVar("T")
+
+TURN_S = 0.0001
+"""How long a call waits at its end for a thread that waits for its turn to acquire the lock."""
 
 
 class BlockingEnd:
@@ -128,6 +131,8 @@ class BlockingEnd:
         patience_s = 0.1
         if busy is not None:
             patience_s = 0
+        elif deadline is not None:
+            patience_s = min(patience_s, deadline - monotonic())
         while not mine.acquire(me, monotonic() + patience_s):
             self.state.check_refusal()
             if busy is not None:
@@ -143,7 +148,8 @@ class BlockingEnd:
 
     def release(self) -> None:
         """Wake waiting threads after a call, reopen the fast path, and close the end if `close` was postponed."""
-        if self.lock.waiting:
+        others_wait = bool(self.lock.waiting)
+        if others_wait:
             self.lock.wake()
         if self._closes_later:
             self.close()
@@ -159,6 +165,8 @@ class BlockingEnd:
                     self.send_if_room = core.send
             elif type(core) is RingReader and not self.end.has_news:
                 self.receive_next = core.receive_next
+        if others_wait:
+            sleep(TURN_S)  # this thread has the GIL: its next call would come before theirs, again and again
 
     # Receiving
 

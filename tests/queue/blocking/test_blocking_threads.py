@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -159,6 +160,47 @@ def test_a_second_thread_waits_for_its_turn() -> None:
             reader.dequeue_nowait()
         writer.enqueue("last")
         assert waiting.result() == "last"
+
+
+def test_timeout_ends_while_another_thread_waits() -> None:
+    with pair() as (writer, reader):
+        waiting = Thread(reader.dequeue)
+        until_it_waits(reader)
+        took_s = []
+        for _ in range(5):
+            began = time.monotonic()
+            with pytest.raises(TimeoutError):
+                reader.dequeue(0.001)
+            took_s.append(time.monotonic() - began)
+        assert min(took_s) < 0.05
+        writer.enqueue("last")
+        assert waiting.result() == "last"
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_threads_that_wait_again_at_once_take_turns(sends: bool) -> None:
+    with pair() as (writer, reader):
+        calls = [0, 0]
+
+        def run(number: int) -> None:
+            while sum(calls) < 200:
+                if sends:
+                    writer.enqueue(number, 20)
+                else:
+                    reader.dequeue(20)
+                calls[number] += 1
+
+        threads = [Thread(run, number) for number in range(2)]
+        while any(thread.running for thread in threads):
+            time.sleep(0.001)  # both threads wait by now
+            with suppress(TimeoutError):  # they have ended just now
+                if sends:
+                    reader.dequeue(0.1)
+                else:
+                    writer.enqueue(None, 0.1)
+        for thread in threads:
+            thread.result()
+        assert min(calls) >= 20
 
 
 def test_message_of_a_thread_that_waited_for_the_turn_wakes_a_sleeping_reader() -> None:
