@@ -16,6 +16,7 @@ import mmap
 import os
 import sys
 import warnings
+import weakref
 from contextlib import suppress
 from resource import RUSAGE_SELF, getrusage
 from sys import getrefcount
@@ -81,6 +82,7 @@ class Windows:
             self._fd = os.dup(fd)
         except OSError as error:
             raise SharedMemoryError(error.errno, f"no windows into descriptor {fd}: {error.strerror}") from None
+        _open_windows.add(self)
 
     def view(self, chunk: int, nbytes: int) -> memoryview:
         """Return a read-only view of the beginning of a chunk, through the chunk's window."""
@@ -111,8 +113,14 @@ class Windows:
                 raise ValueError(f"a view has 0 to {window.room} bytes, not {nbytes}")
             make_private(window, window.begin, nbytes)
         if held or self._written(window, nbytes):
-            del self.windows[chunk]  # the holders of views unmap it
+            self.windows.pop(chunk, None)  # the holders of views unmap it; a thread that forks may have been here
         return held
+
+    def copy_held(self) -> None:
+        """Copy every chunk with views; without memory for that, forked children may see the views change."""
+        for chunk in filter(self.held, list(self.windows)):
+            with suppress(SharedMemoryError):
+                self.settle(chunk, self.windows[chunk].room)
 
     def close(self) -> None:
         """Unmap windows without views, copy chunks with views. Idempotent, also after errors."""
@@ -157,6 +165,18 @@ class Windows:
         if window.faults == self._faults:  # every first write to a page is a fault
             return False
         return self.pagemap.written(window.address, window.begin + nbytes)
+
+
+_open_windows: weakref.WeakSet[Windows] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    """Copy what is held, for a child's views would show what the writer writes once this process ends the leases."""
+    for windows in list(_open_windows):
+        windows.copy_held()
+
+
+os.register_at_fork(before=_before_fork)
 
 
 def map_private(kind: type[Mapping], fd: int, length: int, start: int = 0) -> Mapping:
