@@ -29,7 +29,7 @@ ALIVE_CHECK_S = 1.0
 CANCEL_PATIENCE_S = 3.0
 """A handler's exception interrupts a cancellation older than this: a user who presses Ctrl-C again wants to leave."""
 CANCELLATIONS = 8
-"""How often a call tries to cancel its coroutine. Handlers of three signals may raise one right after the other."""
+"""How often a call tries to cancel the coroutine. Handlers of several signals may raise right after each other."""
 END_S = 10.0
 """How long `stop` waits for the thread to end. A thread that takes longer is stuck in a callback."""
 
@@ -178,7 +178,7 @@ class LoopThread:
             raise
 
     def _cancel(self, errand: _Errand[Any]) -> None:
-        """Cancel a coroutine, and wait for its end; drop exceptions of handlers for the first `CANCEL_PATIENCE_S`."""
+        """Cancel a coroutine, and wait for the end; drop exceptions of handlers for the first `CANCEL_PATIENCE_S`."""
         while not errand.left:
             try:
                 errand.until = errand.until or monotonic() + CANCEL_PATIENCE_S
@@ -251,8 +251,8 @@ class _Errand(Generic[T]):
         self._settled = False
         self.value: T | None = None  # None until there is a result
         self.dropped: bool = False  # whether the caller was interrupted
-        self.until: float = 0.0  # until when the cancellation drops exceptions of handlers; 0: it has not begun
-        self.left: bool = False  # whether the caller has ended its cancellation
+        self.until: float = 0.0  # until when the cancellation drops exceptions of handlers; 0: not begun
+        self.left: bool = False  # whether the caller has ended the cancellation
         self._error: BaseException | None = None
         self._task: asyncio.Task[T] | None = None
 

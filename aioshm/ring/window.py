@@ -171,7 +171,7 @@ _open_windows: weakref.WeakSet[Windows] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
-    """Copy what is held, for a child's views would show what the writer writes once this process ends the leases."""
+    """Copy held chunks: views of a child would show what the writer writes once this process ends the leases."""
     for windows in list(_open_windows):
         windows.copy_held()
 

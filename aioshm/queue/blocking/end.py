@@ -117,7 +117,7 @@ class BlockingEnd:
     # One call at a time
 
     def acquire(self, deadline: float | None, busy: type[AioshmError] | None = None) -> None:
-        """Acquire this end's lock, or raise ``busy``; ``lock.owner = 0`` and `release` release the lock."""
+        """Acquire the lock of this end, or raise ``busy``; ``lock.owner = 0`` and `release` release the lock."""
         if self.state.refusal is not None and self._loop is not None and self._loop.elsewhere:
             self.state.check_refusal()
         self.loop()
@@ -166,7 +166,7 @@ class BlockingEnd:
             elif type(core) is RingReader and not self.end.has_news:
                 self.receive_next = core.receive_next
         if others_wait:
-            sleep(TURN_S)  # this thread has the GIL: its next call would come before theirs, again and again
+            sleep(TURN_S)  # the GIL stays in this thread, whose next call would come first again and again
 
     # Receiving
 

@@ -89,7 +89,7 @@ def interrupter() -> Iterator[Interrupter]:
 
 @pytest.fixture(autouse=True)
 def calls_of_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A profiler does not see the call of a type, after which handlers run, too: a function calls it."""
+    """Call a type in a function: handlers run after the call of a type, too, which no profiler sees."""
     seen = SimpleNamespace(ref=lambda *arguments: weakref.ref(*arguments))
     monkeypatch.setattr("aioshm.queue.blocking.blocks.weakref", seen)
 

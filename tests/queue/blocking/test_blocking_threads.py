@@ -193,7 +193,7 @@ def test_threads_that_wait_again_at_once_take_turns(sends: bool) -> None:
         threads = [Thread(run, number) for number in range(2)]
         while any(thread.running for thread in threads):
             time.sleep(0.001)  # both threads wait by now
-            with suppress(TimeoutError):  # they have ended just now
+            with suppress(TimeoutError):  # the threads have ended just now
                 if sends:
                     reader.dequeue(0.1)
                 else:
