@@ -305,12 +305,12 @@ class EngineCore:
         if not isinstance(ids, list):
             raise CodecError(f"an abort of {type(ids).__qualname__}")
         named = {each for each in ids if isinstance(each, str)}
-        held = [each for each in self._held if each[0].client == client and each[1] in named]
-        self._held = [each for each in self._held if each not in held]
+        held = {request_id for owner, request_id, _ in self._held if owner.client == client and request_id in named}
+        self._held = [each for each in self._held if each[0].client != client or each[1] not in held]
         its_own = [each for each, owner in self._owners.items() if each in named and owner.client == client]
         if its_own or held:
             await self._drop(its_own)
-            self._send_batch(client, [], [], {*its_own, *(request_id for _, request_id, _ in held)})
+            self._send_batch(client, [], [], held.union(its_own))
 
     async def _drop(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

@@ -52,7 +52,9 @@ async def test_outputs_after_timeouts_are_complete(way: str) -> None:
             except TimeoutError as error:
                 timeouts += 1
                 named = str(error) == "request 'a': no output within 0.005 s from engine 0"
-                assert (named, stream.inbox.interrupted) == (own, not own)
+                # The last output may have come in the same iteration of the loop: then there is nothing to leave.
+                interrupted = not own and not stream.inbox.ended
+                assert (named, stream.inbox.interrupted) == (own, interrupted)
                 engine.gate.set()
         assert tokens == [0, 1, 2, 3]
         assert timeouts >= 4

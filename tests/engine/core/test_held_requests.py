@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from served_engine import Engine, Serving, ask, collected, served, until
 
 from aioshm.engine.core.sockets import FrontEnd
 from aioshm.engine.protocol.messages import PAUSE
+from aioshm.engine.protocol.payloads import PayloadEncoder
 from aioshm.errors import RequestAborted
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
@@ -60,6 +62,19 @@ class TestHeld:
             await one.resume()
             assert len(await collected(one.submit(ask("e")))) == 3
             assert engine.seen == ["a", "c", "e"]
+
+    async def test_aborted_request_in_parts_with_arrays_is_dropped(self) -> None:
+        engine = Engine()
+        async with served(engine, n_clients=2) as serving:
+            await serving.client.pause()
+            for number in range(2):
+                frames = PayloadEncoder(1 << 20).encode({**ask("a"), "x": np.full(4, number)})
+                serving.clients[1]._link.sockets.send(b"\0\0", b"\x00", frames)
+            send(serving, b"\x01", ["a"])
+            await handled(serving)
+            await serving.client.resume()
+            assert len(await collected(serving.client.submit(ask("b")))) == 3
+            assert engine.seen == ["b"]
 
     async def test_request_of_a_client_that_is_gone_is_dropped(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = Engine()

@@ -92,7 +92,10 @@ async def test_front_end_that_reads_nothing_is_dropped_by_name_and_can_come_back
         await anext(stream)
 
 
-async def test_front_end_that_reads_after_the_end_gets_every_output_as_it_was_in_its_step() -> None:
+async def test_front_end_that_reads_after_the_end_gets_every_output_as_it_was_in_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("aioshm.engine.core.sockets.LINGER_MS", 1000 * int(WITHIN_S))  # a slow machine reads slowly
     engine = Streaming()
     async with beside_unread(engine) as (serving, unread):
         await unread.hears()

@@ -227,7 +227,10 @@ async def test_in_lockstep_nobody_is_killed_for_a_stopped_engine(tmp_path: Path)
 
 
 @pytest.mark.parametrize("state", ["running", "stalled", pytest.param("stopped", marks=pytest.mark.slow)])
-async def test_restart_replaces_one_engine_and_counts_for_no_crash_loop(state: str) -> None:
+async def test_restart_replaces_one_engine_and_counts_for_no_crash_loop(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioshm.engine.client.liveness.NAME_WITHIN_S", 30.0)  # a slow machine ends processes slowly
     async with supervised(restart=Restart(max_restarts=0)) as supervisor:
         client = supervisor.client
         before = pids(supervisor)
