@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from aioshm.engine.client.engines import Engine
@@ -88,7 +89,8 @@ class Liveness:
 
     def said_dead(self, rank: int | None = None) -> None:
         """Note an engine's report of its end; ``rank``: the engine, if known."""
-        if rank is None and len(self._engines) == 1 and not self._engines.removed:
+        goes_on = self._link.goes_on
+        if rank is None and len(self._engines) == 1 and not (self._engines.removed or goes_on):
             rank = self._engines.ranks[0]
         if rank is not None:
             engine = self._engines.get(rank)
@@ -102,7 +104,9 @@ class Liveness:
         all_are_here = all(each.timer is None and each.connection is not None for each in self._engines)
         if all_are_here and self._nameless is None and not (self._engines.removed or self._stopped):
             error = EngineDead("an engine has said that it ends, and not which one it is")
-            self._nameless = self._loop.call_later(NAME_WITHIN_S, self.report, error)
+            # If others continue, only the end of a connection counts: a late report may be about a replaced process.
+            settle = self._forget_nameless if goes_on else partial(self.report, error)
+            self._nameless = self._loop.call_later(NAME_WITHIN_S, settle)
 
     def explain(self, rank: int, incarnation: int, error: EngineDead) -> None:
         """Report a death with a cause from elsewhere, unless it was reported or the replacement is here."""

@@ -38,6 +38,7 @@ from aioshm.engine import (
     get_engine_client_zmq_addr,
     run_engine_core,
 )
+from aioshm.engine.client import liveness
 from aioshm.engine.client.engines import Engines
 from aioshm.engine.client.liveness import Liveness
 from aioshm.errors import EngineDead, RequestAborted, copy_error
@@ -205,6 +206,23 @@ async def test_late_output_of_a_dead_engine_reaches_no_request() -> None:
             await until(lambda: client.late_outputs == 1)
         engines[1].gate.set()
         assert [output["token"] for output in await collected(stream)] == [0, 1]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_late_report_of_a_replaced_engine_ends_no_engine(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "NAME_WITHIN_S", 0.01)
+    async with served(*(Engine() for _ in range(count)), on_engine_death="continue") as serving:
+        client = serving.client
+        await end(serving, 0)
+        async with back(serving, 0, Engine()):
+            with zmq.Context() as context, context.socket(zmq.PUSH) as late:
+                late.connect(client.addresses.outputs[0])
+                late.send(b"ENGINE_CORE_DEAD")
+                late.send(msgspec.msgpack.encode(EngineCoreOutputs(0, [{"request_id": "nobody's"}])))
+                await until(lambda: client.late_outputs)
+            await asyncio.sleep(2 * liveness.LAST_WORDS_S)
+            assert not client.deaths
+            assert len(await collected(client.submit(ask("a", 2), engine=0))) == 2
 
 
 @pytest.mark.parametrize(
