@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.bound_sockets import with_views
 from aioshm.engine.security.keys import EngineCredentials, keys_for_engine
+from aioshm.errors import AioshmError
 from aioshm.process import progress
 from aioshm.process.background import give_back
 from aioshm.zeromq.endpoint import CurveKeys, attach, limit_frames, open_socket
@@ -72,11 +73,18 @@ class FrontEnd:
     def _connect(self) -> None:
         self.is_aioshm: bool = self._has_keys  # whether the client takes generations, notices and heartbeats
         self._pending_bytes = 0
-        self._dealer = self._sockets.open(zmq.DEALER, self._input_address)
-        self.output: Socket = self._sockets.open(zmq.PUSH, self._output_address)
-        self._monitors = [self._sockets.monitor(self._dealer), self._sockets.monitor(self.output)]
-        attach(self._dealer, self._input_address, bind=False)
-        attach(self.output, self._output_address, bind=False)
+        self._monitors: list[Monitor] = []
+        with ExitStack() as undo:
+            self._dealer = self._sockets.open(zmq.DEALER, self._input_address)
+            undo.callback(self._dealer.close, linger=0)
+            self.output: Socket = self._sockets.open(zmq.PUSH, self._output_address)
+            undo.callback(self.output.close, linger=0)
+            for socket in (self._dealer, self.output):
+                self._monitors.append(self._sockets.monitor(socket))
+                undo.callback(self._monitors[-1].close)
+            attach(self._dealer, self._input_address, bind=False)
+            attach(self.output, self._output_address, bind=False)
+            undo.pop_all()
         loop = asyncio.get_running_loop()
         self._waiting = Pump(loop, self.output, self.send_pending)
         self._pumps = [self._waiting, *(Pump(loop, monitor.pair, self.look) for monitor in self._monitors)]
@@ -191,8 +199,14 @@ class FrontEnd:
         asyncio.get_running_loop().call_later(delay_s, self._connect_again)
 
     def _connect_again(self) -> None:
-        if not self._sockets.closed:
+        if self._sockets.closed:
+            return
+        try:
             self._connect()
+        except (AioshmError, OSError, zmq.ZMQError) as error:  # other files of this process may be closed soon
+            text = "engine %d cannot connect to front end %d (%s) again, and tries later: %s"
+            logger.warning(text, self._core.index, self.client, self._output_address, error)
+            asyncio.get_running_loop().call_later(RECONNECT_WITHOUT_KEYS_S, self._connect_again)
 
 
 class CoreSockets:

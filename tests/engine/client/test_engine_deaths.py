@@ -291,7 +291,9 @@ class Elsewhere:
 
 
 def liveness_of(engines: Engines, deaths: list[EngineDead]) -> Liveness:
-    link: Any = SimpleNamespace(die=deaths.append, engines=engines, chosen=ClientOptions(), options=Options())
+    link: Any = SimpleNamespace(
+        goes_on=False, die=deaths.append, engines=engines, chosen=ClientOptions(), options=Options()
+    )
     return Liveness(link)
 
 

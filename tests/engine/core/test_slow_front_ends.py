@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +16,9 @@ from peers import BareClient, received
 from served_engine import Engine, Serving, ask, collected, here_and_there, served, until
 
 from aioshm.engine import run_engine_core
+from aioshm.engine.core.sockets import CoreSockets
 from aioshm.engine.protocol.messages import EnvelopeDecoder
+from aioshm.errors import OutOfDescriptors
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
@@ -65,12 +68,24 @@ async def beside_unread(engine: Engine, **options: Any) -> AsyncIterator[tuple[S
                 yield serving, unread
 
 
+@pytest.mark.parametrize("scarce", [False, True])
 async def test_front_end_that_reads_nothing_is_dropped_by_name_and_can_come_back(
-    caplog: pytest.LogCaptureFixture,
+    scarce: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    failures: list[Exception] = []
+    opened = CoreSockets.open
+
+    def open_or_fail(sockets: CoreSockets, kind: int, address: str, **options: Any) -> Any:
+        if kind == zmq.PUSH and failures:
+            raise failures.pop()
+        return opened(sockets, kind, address, **options)
+
+    monkeypatch.setattr(CoreSockets, "open", open_or_fail)
+    monkeypatch.setattr("aioshm.engine.core.sockets.RECONNECT_WITHOUT_KEYS_S", 0.05)
     engine = Streaming(0.001)  # without a pause an engine outruns its readers, where processors are scarce
     async with beside_unread(engine, max_pending_bytes=1 << 20) as (serving, unread):
         await unread.hears()
+        failures += [OutOfDescriptors(errno.EMFILE, "no descriptor")] * (2 if scarce else 0)
         stream = serving.client.submit(ask("little", None))
         await anext(stream)
         unread.submit(ask("stuck", None))
@@ -85,6 +100,8 @@ async def test_front_end_that_reads_nothing_is_dropped_by_name_and_can_come_back
         waiting = int(text.split(": ")[1].split()[0])
         assert 1 << 20 < waiting < (1 << 20) + 3 * CHUNK
         await unread.hears()
+        assert not failures
+        assert [("tries later" in each) for each in caplog.messages].count(True) == (2 if scarce else 0)
         unread.submit(ask("little and late", None))
         async with asyncio.timeout(WITHIN_S):
             while not any(each["request_id"] == "little and late" for each in await outputs(unread)):
