@@ -178,12 +178,14 @@ class TestTooLarge:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         used_up = SimpleNamespace(f_blocks=1 << 20, f_files=7, f_favail=0, f_bavail=1024, f_frsize=4096)
+        another = ShmRingBuffer(1, 100, 1, slots=1, backing="named")  # cannot be looked at, either: no reason to fail
         monkeypatch.setattr(_posixshmem, "shm_open", full)
         monkeypatch.setattr(os, "statvfs", lambda _: used_up)
         with pytest.raises(SharedMemoryError, match=r"all of its 7 inodes are in use: .*nr_inodes") as caught:
             ShmRingBuffer(1, 1 << 20, 1, slots=1, backing="named")
         assert caught.value.errno == errno.ENOSPC
         assert "MiB free" not in str(caught.value)
+        another.close()
 
     @pytest.mark.parametrize(
         ("number", "remedy"),
