@@ -299,7 +299,7 @@ def _is_orphan(name: str, *, remove: bool = False) -> bool:
     # A lock rather than a pid: pids mean nothing across containers that share /dev/shm.
     try:
         fd = _posixshmem.shm_open(f"/{name}", os.O_RDWR, mode=0o600)
-    except OSError:  # it is gone, or this process cannot open it now
+    except OSError:  # gone, or not for this process to open now
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

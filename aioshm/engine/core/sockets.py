@@ -131,7 +131,7 @@ class FrontEnd:
                 self._pending_bytes,
                 self._core.max_pending_bytes,
             )
-            self._lose()  # the client notices the end of the connection when it runs again
+            self._lose()  # the client notices the end of the connection later
 
     def send_pending(self) -> None:
         """Send as many of the kept messages as ZeroMQ has room for."""
