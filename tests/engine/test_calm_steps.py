@@ -30,7 +30,7 @@ from aioshm.engine import (
     run_engine_core,
 )
 
-CALM_S = float(os.environ.get("CALM_S", "5"))
+CALM_S = float(os.environ.get("CALM_S", "10"))
 LIMIT_S = 2.0
 LONGEST_S = 0.8 * LIMIT_S
 EXPECTED_S = 3 * LIMIT_S

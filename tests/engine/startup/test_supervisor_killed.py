@@ -26,7 +26,7 @@ pytestmark = [
 
 GONE_S = 2.0  # at most, on a machine that has nothing else to do
 PATIENCE_S = 60.0
-MOMENTS = int(os.environ.get("AIOSHM_TEST_MOMENTS", "3"))
+MOMENTS = int(os.environ.get("AIOSHM_TEST_MOMENTS", "8"))
 PROCESSES = 3  # at least, in each tree: a supervisor, its resource tracker, and one that it has started
 
 

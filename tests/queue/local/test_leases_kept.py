@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from pairs import attached
-from support import until
+from support import forked, until
 
 from aioshm import MessageQueue, QueueEmpty, ReaderEvicted, RoleError
 from aioshm.errors import SharedMemoryError
@@ -51,23 +50,14 @@ async def test_what_is_kept_never_changes_while_the_writer_laps(size: int, chunk
 async def test_forked_child_keeps_what_its_parent_leased() -> None:
     async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
         await writer.enqueue(_array(1, LARGE), 5)
-        go, told = os.pipe(), os.pipe()
         async with reader.lease(5) as array:
-            pid = os.fork()
-            if pid == 0:
-                os.read(go[0], 1)
-                os.write(told[1], b"same" if (array == 1).all() else b"changed")
-                os._exit(0)
+            is_same = forked(lambda kept: bool((kept == 1).all()), array)
         del array
         for number in range(2, 8):
             await writer.enqueue_many([_array(number, LARGE)] * 3, 5)  # in all chunks
             for _ in range(3):
                 assert (await reader.dequeue(5) == number).all()
-        os.write(go[1], b"x")
-        assert os.read(told[0], 10) == b"same"
-        os.waitpid(pid, 0)
-        for fd in (*go, *told):
-            os.close(fd)
+        assert is_same()
 
 
 class Respites:
