@@ -2,7 +2,7 @@
 
 One process writes as fast as it can, with a queue's defaults. Two processes read, or one where there are two CPUs. A
 new reader takes a vacant rank, and the oldest reader is killed as soon as the new one has a message. The newcomers are
-processes that have imported everything, and run nothing yet. Joining lasts from ``create_from_handle`` to the first
+spawned processes that have imported everything, and have run nothing yet. Joining lasts from ``create_from_handle`` to the first
 message. The writer's pause is the time that its event loop spends, between two messages, in calls that admit readers or
 notice deaths; time in which its thread waits for a CPU does not count. Every message that a reader receives is checked
 to be the next one.
@@ -77,7 +77,7 @@ async def run(settings: Settings, report: Report) -> None:
             await hand.reply()
         for number in range(settings.repeat):
             progress(f"{number + 1} of {settings.repeat}: {events} readers come and go")
-            fresh = [crew.start(f"reader {number}.{n}", read, handle) for n in range(events)]
+            fresh = [crew.start(f"reader {number}.{n}", read, handle, spawned=True) for n in range(events)]
             for hand in fresh:
                 await hand.reply()
             writer.order("send")

@@ -115,9 +115,13 @@ class Crew:
         self._hands: list[Hand] = []
         self._directory = tempfile.mkdtemp(prefix="crew-")  # short, as paths of sockets have to be
 
-    def start(self, name: str, role: Role, *args: Any, has_children: bool = False) -> Hand:
-        """Start a process that plays a role; with children, which it must end when it loses this process."""
-        context: Any = self._spawning if has_children else self._forking
+    def start(self, name: str, role: Role, *args: Any, has_children: bool = False, spawned: bool = False) -> Hand:
+        """Start a process that plays a role.
+
+        With children, the role must end them when this process is lost. A spawned process shares no memory with others;
+        a forked one copies each page when it first writes there.
+        """
+        context: Any = self._spawning if has_children or spawned else self._forking
         ours, theirs = context.Pipe()
         process = context.Process(
             target=_play,
