@@ -2,10 +2,10 @@
 
 One process writes as fast as it can, with a queue's defaults. Two processes read, or one where there are two CPUs. A
 new reader takes a vacant rank, and the oldest reader is killed as soon as the new one has a message. The newcomers are
-spawned processes that have imported everything, and have run nothing yet. Joining lasts from ``create_from_handle`` to the first
-message. The writer's pause is the time that its event loop spends, between two messages, in calls that admit readers or
-notice deaths; time in which its thread waits for a CPU does not count. Every message that a reader receives is checked
-to be the next one.
+spawned processes that have imported everything, and have run nothing yet. Joining lasts from ``create_from_handle`` to
+the first message. The writer's pause is the time that its event loop spends, between two messages, in calls that admit
+readers or notice deaths; time in which its thread waits for a CPU does not count. Every message that a reader receives
+is checked to be the next one.
 """
 
 from __future__ import annotations

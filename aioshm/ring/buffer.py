@@ -12,56 +12,35 @@ order of the stores is the whole protocol:
 
 from __future__ import annotations
 
-import os
 import secrets
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 from aioshm.arguments import check_int, shown
 from aioshm.config import DEFAULT_BACKING, Backing
-from aioshm.errors import AioshmError, HandleError, RoleError, SharedMemoryError
+from aioshm.errors import HandleError, RoleError, SharedMemoryError
 from aioshm.ring import layout as at
 from aioshm.ring.cores import memory_fence
 from aioshm.ring.ends import RingReader, RingWriter
-from aioshm.ring.layout import Layout, chunk_at
+from aioshm.ring.layout import Layout
 from aioshm.ring.segment import CAN_ALLOCATE, Segment
 
-__all__ = ["RingHandle", "RingReader", "RingWriter", "ShmRingBuffer", "memory_fence"]
-
-
-class RingHandle(NamedTuple):
-    """The address of a ring: its sizes, and the descriptor or name of its segment."""
-
-    n_reader: int
-    max_chunk_bytes: int
-    max_chunks: int
-    slots: int
-    inline_bytes: int
-    queue_id: bytes
-    name: str | None
-    pid: int
-    fd: int
-    traced: bool = False
+__all__ = ["RingReader", "RingWriter", "ShmRingBuffer", "memory_fence"]
 
 
 class ShmRingBuffer:
-    """A ring in shared memory.
-
-    A pickled ring is unpickled as a ring over the same memory. In a process that cannot reach the memory, every use of
-    the unpickled ring raises `SharedMemoryError`.
+    """A ring in shared memory. Another process maps it with `from_fd` or `from_name`.
 
     Args:
         n_reader: Readers; each reads every message. With no readers, a slot is free again as soon as it is written.
         max_chunk_bytes: Room for one message, in bytes.
         max_chunks: How many messages of ``max_chunk_bytes`` can be in the ring at a time; more of smaller messages.
-        name: Open this named segment, instead of creating a segment.
-        backing: ``"memfd"`` or ``"named"``, when creating; None: the platform's best.
+        backing: ``"memfd"`` or ``"named"``; None: the platform's best.
         slots: Messages that can be in the ring at a time, of any size; None: thousands.
         inline_bytes: Room for a message in a slot; larger messages take a chunk. None: suits small objects.
         traced: Whether each message carries a trace context.
 
     Raises:
         SharedMemoryError: There is not enough memory.
-        HandleError: ``name`` does not name a ring of these sizes.
     """
 
     def __init__(
@@ -69,23 +48,24 @@ class ShmRingBuffer:
         n_reader: int,
         max_chunk_bytes: int,
         max_chunks: int,
-        name: str | None = None,
         *,
         backing: Backing | None = None,
         slots: int | None = None,
         inline_bytes: int | None = None,
         traced: bool = False,
     ) -> None:
-        sizes = checked_layout(n_reader, max_chunk_bytes, max_chunks, slots, inline_bytes, traced)
-        if name is not None:
-            if not isinstance(name, str):
-                raise TypeError(f"name must be a str or None, not {shown(name)}")
-            self._adopt(sizes, Segment.open(name, sizes.total_bytes), queue_id=None)
-            return
+        check_int("n_reader", n_reader, minimum=0)
+        check_int("max_chunk_bytes", max_chunk_bytes, minimum=1)
+        check_int("max_chunks", max_chunks, minimum=1)
+        if slots is not None:
+            check_int("slots", slots, minimum=1)
+        if inline_bytes is not None:
+            check_int("inline_bytes", inline_bytes, minimum=0, maximum=at.MAX_INLINE_BYTES)
         if backing is None:
             backing = DEFAULT_BACKING
         if backing not in ("memfd", "named"):
             raise ValueError(f"backing must be 'memfd', 'named' or None, not {shown(backing)}")
+        sizes = Layout.of(n_reader, max_chunk_bytes, max_chunks, slots, inline_bytes, traced)
         chunks = sizes.pools[0].start, sizes.pools[-1].end
         segment = Segment.create(sizes.total_bytes, backing, sparse=chunks)
         queue_id = secrets.token_bytes(at.QUEUE_ID_BYTES)
@@ -103,10 +83,10 @@ class ShmRingBuffer:
         """Map a ring in a named segment; see `from_fd`."""
         return cls.__new__(cls)._adopt(sizes, Segment.open(name, sizes.total_bytes), queue_id, reads=reads)
 
-    def _adopt(self, sizes: Layout, segment: Segment, queue_id: bytes | None, *, reads: bool = False) -> Self:
+    def _adopt(self, sizes: Layout, segment: Segment, queue_id: bytes, *, reads: bool = False) -> Self:
         try:
             found = bytes(segment.view[: at.PREAMBLE.size])
-            expected = sizes.preamble(queue_id or found[-at.QUEUE_ID_BYTES :])
+            expected = sizes.preamble(queue_id)
             if found != expected:
                 raise HandleError(_difference(found, expected))
             if reads:
@@ -116,9 +96,8 @@ class ShmRingBuffer:
             raise
         self._reads = reads
         self.layout = sizes
-        self.queue_id: bytes = found[-at.QUEUE_ID_BYTES :]
+        self.queue_id: bytes = queue_id
         self._segment: Segment | None = segment
-        self._why = ""
         return self
 
     # Ends and views
@@ -128,7 +107,7 @@ class ShmRingBuffer:
         """The whole segment, writable, but for the slots where this process only reads: writing to them is a SIGSEGV.
 
         Raises:
-            SharedMemoryError: The ring was closed, or its memory cannot be reached from here.
+            SharedMemoryError: The ring was closed.
         """
         return self._mapped().view
 
@@ -152,25 +131,6 @@ class ShmRingBuffer:
         check_int("reader", reader, minimum=0, maximum=self.layout.n_reader - 1)
         return RingReader(self.layout, self.view, reader)
 
-    def chunk(self, number: int) -> memoryview:
-        """Return the room of a chunk, without its header; read-only where this process only reads."""
-        pools = self.layout.pools
-        count = pools[-1].first + pools[-1].chunks
-        place = chunk_at(pools, check_int("a chunk's number", number, minimum=0, maximum=count - 1))
-        assert place is not None
-        start = place[0] + at.CHUNK_HEADER_BYTES
-        return self._shown(self.view[start : start + place[1]])
-
-    def room(self, index: int) -> memoryview:
-        """Return the room of a slot, without its header; read-only where this process only reads."""
-        start = self.layout.slot(self._checked(index)) + at.SLOT_HEADER_BYTES
-        return self._shown(self.view[start : start + self.layout.inline_bytes])
-
-    def flags(self, index: int) -> memoryview:
-        """Return the flags of a slot: written, then one per reader."""
-        start = self.layout.flags(self._checked(index))
-        return self.view[start : start + self.layout.flag_bytes]
-
     def prefault(self, total: int, *, write: bool) -> None:
         """Fault in the header, the flags, and ``total`` bytes of the slots and chunks that are used first."""
         segment = self._mapped()
@@ -186,8 +146,6 @@ class ShmRingBuffer:
             largest = sizes.pools[0]
             segment.prefault(largest.start, min(total - share, largest.chunks * largest.stride), write=write)
 
-    # Handles
-
     @property
     def fd(self) -> int:
         """The segment's descriptor, to be passed to another process."""
@@ -197,16 +155,6 @@ class ShmRingBuffer:
     def name(self) -> str | None:
         """The segment's POSIX name, or None for a memfd."""
         return self._mapped().name
-
-    def handle(self) -> RingHandle:
-        """Return the handle that reopens this ring; a memfd can be reopened while this process runs."""
-        segment = self._mapped()
-        sizes = self.layout
-        numbers = (sizes.n_reader, sizes.max_chunk_bytes, sizes.max_chunks, sizes.slots, sizes.inline_bytes)
-        return RingHandle(*numbers, self.queue_id, segment.name, os.getpid(), segment.fd, sizes.traced)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.handle(),)
 
     # Closing
 
@@ -220,56 +168,16 @@ class ShmRingBuffer:
         if self._segment is not None:
             self._segment.close()
             self._segment = None
-            self._why = "the ring was closed"
-
-    def _shown(self, view: memoryview) -> memoryview:
-        if self._reads:
-            return view.toreadonly()
-        return view
-
-    def _checked(self, index: int) -> int:
-        return check_int("a slot's index", index, minimum=0, maximum=self.layout.slots - 1)
 
     def _mapped(self) -> Segment:
         if self._segment is None:
-            raise SharedMemoryError(self._why)
+            raise SharedMemoryError("the ring was closed")
         return self._segment
 
 
-def _reopen(handle: RingHandle) -> ShmRingBuffer:
-    sizes = checked_layout(*handle[:5], traced=handle.traced)
-    ring = ShmRingBuffer.__new__(ShmRingBuffer)
-    try:
-        if handle.name is not None:
-            segment = Segment.open(handle.name, sizes.total_bytes)
-        else:
-            segment = Segment.open_memfd(handle.pid, handle.fd, sizes.total_bytes)
-        ring._adopt(sizes, segment, handle.queue_id)
-    except AioshmError as error:
-        ring.layout = sizes
-        ring.queue_id = handle.queue_id
-        ring._segment = None
-        ring._reads = False
-        ring._why = f"this ring cannot be reached from here: {error}"
-    return ring
-
-
-def checked_layout(
-    n_reader: int, max_chunk_bytes: int, max_chunks: int, slots: int | None, inline_bytes: int | None, traced: bool
-) -> Layout:
-    """Return the layout of a ring with the arguments of `ShmRingBuffer`, checked."""
-    check_int("n_reader", n_reader, minimum=0)
-    check_int("max_chunk_bytes", max_chunk_bytes, minimum=1)
-    check_int("max_chunks", max_chunks, minimum=1)
-    if slots is not None:
-        check_int("slots", slots, minimum=1)
-    if inline_bytes is not None:
-        check_int("inline_bytes", inline_bytes, minimum=0, maximum=at.MAX_INLINE_BYTES)
-    return Layout.of(n_reader, max_chunk_bytes, max_chunks, slots, inline_bytes, traced)
-
-
 def _difference(found: bytes, expected: bytes) -> str:
-    names = ["magic", "layout version", *RingHandle._fields[:5], "traced", "queue id"]
+    sizes = ["n_reader", "max_chunk_bytes", "max_chunks", "slots", "inline_bytes"]
+    names = ["magic", "layout version", *sizes, "traced", "queue id"]
     for name, is_, should in zip(names, at.PREAMBLE.unpack(found), at.PREAMBLE.unpack(expected), strict=True):
         if is_ != should:
             return f"the segment is not this ring: {name} is {is_!r}, not {should!r}"

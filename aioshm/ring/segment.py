@@ -8,7 +8,6 @@ import fcntl
 import mmap
 import os
 import secrets
-import stat
 import sys
 import warnings
 from contextlib import suppress
@@ -80,19 +79,6 @@ class Segment:
         segment = cls(fd, size, name)
         _hold(fd)
         return segment
-
-    @classmethod
-    def open_memfd(cls, pid: int, fd: int, size: int) -> Segment:
-        """Map the memfd that process ``pid`` has open as ``fd`` (same user, same pid namespace)."""
-        path = f"/proc/{pid}/fd/{fd}"
-        try:
-            # Looked at before it is opened: by now the number may name a terminal or a pipe.
-            if not stat.S_ISREG(os.stat(path).st_mode):
-                raise HandleError(f"{path} is no memory segment")
-            own = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise HandleError(f"the memory of process {pid} cannot be opened: {error.strerror}") from None
-        return cls(own, size, None)
 
     @classmethod
     def _create_memfd(cls, size: int, may_grow: bool, label: str) -> Segment:

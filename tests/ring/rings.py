@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copyreg
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.reduction import DupFd
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from aioshm.ring import ShmRingBuffer, reference
+from aioshm.ring import Layout, ShmRingBuffer, reference
 from aioshm.ring.ends import ReaderControl, WriterControl
 from aioshm.ring.slot import Slot
 
@@ -118,10 +120,12 @@ def receive(reader: Any) -> bytes | None:
     return message
 
 
-def answer(ring: ShmRingBuffer) -> None:
-    """Write what one sees at the beginning of slot 0, turned round, into slot 1."""
-    ring.room(1)[:5] = bytes(ring.room(0)[:5])[::-1]
-    ring.close()
+def _reopened(layout: Layout, fd: Any, queue_id: bytes) -> ShmRingBuffer:
+    return ShmRingBuffer.from_fd(layout, fd.detach(), queue_id)
+
+
+# So that a ring can be an argument of a spawned process.
+copyreg.pickle(ShmRingBuffer, lambda ring: (_reopened, (ring.layout, DupFd(ring.fd), ring.queue_id)))
 
 
 def python(code: str, *args: object) -> subprocess.Popen[str]:

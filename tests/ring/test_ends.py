@@ -11,8 +11,8 @@ from rings import NewEnds, content, put, receive
 class TestFlags:
     @pytest.mark.parametrize("row", list(itertools.product((0, 1), repeat=4)), ids=lambda row: "".join(map(str, row)))
     def test_every_row_of_the_table(self, new_ends: NewEnds, row: tuple[int, ...]) -> None:
-        ring, writer, readers = new_ends(3)
-        flags = ring.flags(0)
+        _, writer, readers = new_ends(3)
+        flags = writer.slots.flags(0)
         flags[:] = bytes(row)
         written, *read = row
         for reader in readers:

@@ -121,8 +121,8 @@ for backing in ("memfd", "named"):
     ring = ShmRingBuffer(1, 64, 2, backing=backing)
     ring.writer().commit()
     if ring.name:
-        other = ShmRingBuffer(1, 64, 2, ring.name)
-        command = [sys.executable, "-W", "always", "-c", sys.argv[1], ring.name, str(ring.layout.slots)]
+        other = ShmRingBuffer.from_name(ring.layout, ring.name, ring.queue_id)
+        command = [sys.executable, "-W", "always", "-c", sys.argv[1], ring.name, ring.queue_id.hex()]
         subprocess.run(command, check=True)
         print(ring.reader(0).messages_read(0))
         other.close()
@@ -130,8 +130,9 @@ for backing in ("memfd", "named"):
 """
     ATTACH = """
 import sys
-from aioshm.ring import ShmRingBuffer
-ring = ShmRingBuffer(1, 64, 2, sys.argv[1], slots=int(sys.argv[2]))
+from aioshm.ring import Layout, ShmRingBuffer
+layout = Layout.of(1, 64, 2, None)
+ring = ShmRingBuffer.from_name(layout, sys.argv[1], bytes.fromhex(sys.argv[2]))
 reader = ring.reader(0)
 assert reader.ready()
 reader.release()

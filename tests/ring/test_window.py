@@ -122,7 +122,7 @@ class TestKept:
                 sums.add(int(arrays[-1].sum()))  # without the GIL
                 looks.release()
 
-        ring.chunk(0)[:] = b"\x01" * nbytes
+        put(ring, 0, b"\x01" * nbytes)
         arrays.append(np.frombuffer(windows.view(0, nbytes), np.uint8))
         thread = threading.Thread(target=look)
         thread.start()

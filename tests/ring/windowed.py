@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from aioshm.ring import ShmRingBuffer
+from aioshm.ring.layout import CHUNK_HEADER_BYTES, chunk_at
 
 OLD, NEW = b"old message ", b"NEW MESSAGE "
 
@@ -66,7 +67,10 @@ def as_tensor(view: memoryview) -> torch.Tensor:
 
 def put(ring: ShmRingBuffer, index: int, message: bytes) -> int:
     """Write to a slot through the ring's own mapping; return the length."""
-    ring.chunk(index)[: len(message)] = message
+    place = chunk_at(ring.layout.pools, index)
+    assert place is not None
+    start = place[0] + CHUNK_HEADER_BYTES
+    ring.view[start : start + len(message)] = message
     return len(message)
 
 

@@ -32,7 +32,6 @@ NO_OPTION_SECONDS: list[Any] = [NAN, INF, -INF, -1, 0, 1e300, 10**400, ENDLESS, 
 NO_BOOL: list[Any] = [0, 1, NAN, TEXT, NUMBERS, None]
 NO_COUNT: list[Any] = [*NO_INT, -1, -HUGE, -ENDLESS]
 NO_SMALL_COUNT: list[Any] = [*NO_COUNT, HUGE, 10**400, ENDLESS]
-NO_NAME: list[Any] = [5, True, NAN, NUMBERS, object()]
 
 
 def label(value: Any) -> str:
@@ -306,7 +305,6 @@ async def test_process_groups(value: Any) -> None:
         ("max_chunks", [*NO_COUNT, 0]),
         ("slots", [*(value for value in NO_COUNT if value is not None), 0]),
         ("inline_bytes", [value for value in NO_COUNT if value is not None]),
-        ("name", NO_NAME),
         ("backing", [5, NAN, TEXT, NUMBERS, ENDLESS]),
     ],
 )
