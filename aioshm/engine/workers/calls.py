@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from aioshm.engine.workers.session import Session
 
 RETRY_S = 0.01
-"""The pause before a message is sent in place of another one that cannot be sent."""
+"""The pause before a message is sent again, or in place of another one that cannot be sent."""
 
 DRAIN_POLL_S = 0.01
 """How often `CallTable.drain` checks whether the last calls are done."""
@@ -127,23 +127,20 @@ class CallTable:
         return [result for _, result in sorted(call.results.items())]
 
     async def _broadcast(self, call: Call) -> None:
+        """Send a call of all workers; until then nothing waits for the call, as the sending may fail."""
+        while True:
+            after = {rank.rank: rank.last_call for rank in self._ranks.values() if rank.last_call}
+            try:
+                self.broadcasts.enqueue_nowait((CALL, self._number + 1, after, tuple(call.request)))
+                break
+            except QueueFull:
+                await asyncio.sleep(RETRY_S)
+                await self.settled()  # a worker may have died
         self._register(call, self._ranks)
         self._last_of_all = call
         self.update()
-        after = {rank.rank: rank.last_call for rank in self._ranks.values() if rank.last_call}
-        message = CALL, call.number, after, tuple(call.request)
         for rank in self._ranks.values():
             rank.sent.add(call)
-        try:
-            try:
-                self.broadcasts.enqueue_nowait(message)
-            except QueueFull:
-                await self.broadcasts.enqueue(message)
-        except BaseException:  # no worker has received it
-            for rank in self._ranks.values():
-                self._drop(rank, call)
-            self._serve_all()
-            raise
 
     async def settled(self) -> None:
         """Wait until all workers are present, and have answered the last call of all."""
@@ -221,6 +218,8 @@ class CallTable:
             last = self._last_of_all
             if last is not None and last.missing:
                 return f"waits for the calls before it: no answer from {self._session.describe(last.missing)}"
+            if self._settled.is_set():
+                return "no room in the queue of the calls of all workers"
             return "waits for the replacements of dead workers"
         present = [rank for rank, worker in self._ranks.items() if worker.present]
         if call.wanted is None:

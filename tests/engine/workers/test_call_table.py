@@ -262,7 +262,7 @@ async def happen(group: Group, event: str, number: int) -> None:
     if event in ("one", "any", "all", "stream"):
         group.ask(event, rank.rank, number)
     elif event == "bad":
-        group.ask("one", rank.rank, number, bad=True)
+        group.ask("all" if number % 2 else "one", rank.rank, number, bad=True)
     elif event in ("result", "failure", "item"):
         group.answer(rank.rank, event)
     elif event == "cancel":
@@ -272,9 +272,9 @@ async def happen(group: Group, event: str, number: int) -> None:
             task.cancel()
             group.cancelled.add(task)
     elif event == "full":
-        process.requests.full = True
+        (group.broadcasts if number % 2 else process.requests).full = True
     elif event == "room":
-        process.requests.full = False
+        group.broadcasts.full = process.requests.full = False
         process.requests.room.set()
     elif event in ("die", "unseen"):
         group.die(rank.rank, unseen=event == "unseen")

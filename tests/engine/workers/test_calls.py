@@ -155,6 +155,9 @@ class TestErrors:
                 await call(group, alone, "double", "x" * 60_000)
             assert await slow == "slow"
             assert (await call(group, alone, "begin", 1))[-1] == ["slow", 1]
+            with pytest.raises(CodecError):
+                await call(group, alone, "add", lambda: None)
+            assert await group.call(0, "add", 1, timeout=20) == 1
 
     @pytest.mark.parametrize(
         ("method", "arguments", "options", "error", "name"),
