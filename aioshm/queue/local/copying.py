@@ -46,7 +46,7 @@ class CopyingSlots:
     def receive(self) -> Any:
         """Return the next message, `EMPTY`, or `SLOW_PATH` if it was passed over or is no plain one."""
         obj = self._ring.receive()
-        if obj is EMPTY and self.ready():
+        if obj is EMPTY and self._ring.open and self.ready():  # a ring that was closed is shut
             return SLOW_PATH
         return obj
 

@@ -129,6 +129,18 @@ class TestEnds:
                     await writers[number % 2].enqueue(number)
                     assert await anext(merged) == (number % 2, number)
 
+    @pytest.mark.parametrize("slow", ["block", "skip", "evict"])
+    async def test_one_that_is_closed_between_two_messages_drops_out(self, slow: str) -> None:
+        async with queues(2, slow_reader=slow) as (writers, readers):
+            merged = merge(readers)
+            await writers[0].enqueue("last")
+            assert await anext(merged) == (0, "last")
+            await readers[0].aclose()
+            await writers[1].enqueue("on")
+            assert await anext(merged) == (1, "on")
+            await readers[1].aclose()
+            assert await _rest(merged) == []
+
     @pytest.mark.parametrize("others", [1, 2, 3, 4])
     async def test_a_death_is_seen_beside_streams_that_never_end(self, others: int) -> None:
         async with queues(others + 1) as (writers, readers):
