@@ -196,7 +196,8 @@ class EndState:
     def wake_peers(self) -> None:
         """Wake sleeping peers that can continue; call it again after an interruption."""
         if self.pending_wakeups:
-            self._end.wake_peers()
+            if not self.dismantled:
+                self._end.wake_peers()
             self.pending_wakeups.clear()
 
     @property

@@ -155,3 +155,17 @@ def test_closing() -> None:
     writer.close()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("side", ["writer", "reader"])
+def test_closing_before_a_sleeping_peer_was_woken(side: str) -> None:
+    with pair() as (writer, reader):
+        end = reader
+        if side == "writer":
+            end = writer
+        end.held.state.defer_wakeup()  # as the core does; a handler of a signal raises before the wake-up, or closes
+        end.close()
+        end.close()
+        for call in (reader.dequeue, lambda: writer.enqueue(1)):
+            with pytest.raises(QueueClosed):
+                call()
