@@ -155,7 +155,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
             known = sorted(self._places) or "none at all"
             raise ValueError(f"rank {rank!r} is not in this merge: there is {known}")
         self.failed.pop(rank, None)
-        if place.running:
+        if place in self._running:
             self._drop(place)
             if place.ring is not None:
                 self._shared.forget(place.ring)
