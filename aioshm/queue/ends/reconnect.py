@@ -219,10 +219,11 @@ class Reconnect:
         return self._repeat and isinstance(error, (PeerDied, PeerClosed, MessagesLost, QueueGone))
 
     def _on_interrupt(self) -> None:
-        loop = self.state.loop
-        if self._reader.source.gone is not None and loop is not None and self._leaving is None:
+        state = self.state
+        idle = state.refusal is None and self._leaving is None
+        if idle and self._reader.source.gone is not None and state.loop is not None:
             # Later: the source is in the middle of handling the departure.
-            self._leaving = loop.call_soon(_leave_if_idle, weakref.ref(self))
+            self._leaving = state.loop.call_soon(_leave_if_idle, weakref.ref(self))
 
     def leave_if_idle(self) -> None:
         """Leave a writer that is gone and drained, although no call waits; look again while there are messages."""

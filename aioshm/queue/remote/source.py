@@ -99,6 +99,7 @@ class NetworkSource(Source):
         self.sockets: ReaderSockets | None = None
         # The writer's introduction; None: not admitted yet.
         self.welcome: wire.Welcome | None = None
+        self._admitted = 0.0  # the time of the welcome, by the monotonic clock
         self._proven = False  # data has arrived
         self._heard = 0.0  # the time of the writer's latest message, by the monotonic clock
         self._asked = 0.0  # the time of the latest `ask_writer`
@@ -236,10 +237,12 @@ class NetworkSource(Source):
             return
         assert self.sockets is not None
         self.welcome = welcome
+        self._admitted = monotonic()
         self._hello = msgspec.structs.replace(self._hello, rank=welcome.rank, topic=welcome.topic)
         self.window.begin(welcome.first)
         self._state.rates.begin(monotonic(), welcome.first)
         self.sockets.subscribe([wire.address(welcome.topic), wire.address(welcome.topic, welcome.rank)])
+        self._check_writer()
 
     def _on_refused(self, message: wire.Refused) -> None:
         state = self._state
@@ -387,7 +390,7 @@ class NetworkSource(Source):
             # A live writer's connection may be down for a moment, and a writer that does not run its loop is silent.
             due.append((max(self._heard + timeout, control + timeout / 2), "it is not to be reached"))
         if data is not None:
-            due.append((data + timeout, "its data port is not to be reached"))
+            due.append((max(self._admitted, data) + timeout, "its data port is not to be reached"))
         if not due:
             return
         at, why = min(due)
@@ -395,7 +398,7 @@ class NetworkSource(Source):
         if now < at:
             self._later(at - now, self._look_and_check)
             return
-        if self.welcome is not None:
+        if self.welcome is not None and (self._proven or control is not None):
             self.give_up(self._death(f"{why}, for {timeout:g} s"))
             return
         lacking = shortage(f"{state!r}")  # ZeroMQ retries for ever, without an error
@@ -482,8 +485,12 @@ class NetworkSource(Source):
             return logging.WARNING, self._obstacle()
         now = monotonic()
         heard = f", last heard of {seconds(now - self._heard)} ago"
-        if (self.sockets.control_connection.down_since, self.sockets.data_connection.down_since) != (None, None):
-            return logging.WARNING, f"no connection to the writer at {self._remote.control}{heard}"
+        for connection, endpoint in (
+            (self.sockets.control_connection, self._remote.control),
+            (self.sockets.data_connection, self._remote.data),
+        ):
+            if connection.down_since is not None:
+                return logging.WARNING, f"no connection to the writer at {endpoint}{heard}"
         writer = f"the writer (pid {self.welcome.pid} on {self.welcome.host}{heard})"
         silent_s = now - self._asked if self._heard < self._asked else None
         return findings(writer, "", silent_s, self._handle.answers)

@@ -17,12 +17,13 @@ import pytest
 from children import child
 from faces import Thread
 from proxy import proxied
-from support import until
+from support import eventually, until
 from test_names import NAMED
 from test_names_files import SPOILED, spoil
 
 from aioshm import (
     Handle,
+    HandleError,
     IdentityError,
     MessageQueue,
     NameTaken,
@@ -207,6 +208,36 @@ async def test_a_reader_that_was_given_up_comes_back(identity: Path, policy: Any
                 arrived.append(message)
             # It may have come before, too, which the writer was not told.
             assert set(arrived) == {"on its way"} if policy == "hold" else len(arrived) <= 1
+
+
+async def test_data_port_that_lets_nothing_through_is_named_and_tried_again(
+    identity: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = Options(remote_timeout=0.5, stall_warning_s=0.2)
+    async with new_writer(identity, options=options) as writer, proxied(writer.export_handle()) as (handle, data, _):
+        data.stall()
+        async with reading(handle) as reader:
+            starting = asyncio.ensure_future(writer.wait_until_ready(20))
+            with pytest.raises(HandleError, match=f"nobody answers at {data.endpoint}: "):
+                await reader.dequeue(20)
+            assert f"no connection to the writer at {data.endpoint}, last heard" in caplog.text
+            data.resume()
+            await asyncio.gather(starting, reader.wait_until_ready(20))
+            await writer.enqueue("through", 20)
+            assert await reader.dequeue(20) == "through"
+
+
+def test_reader_of_a_loop_that_has_ended_closes_while_the_writer_closes(identity: Path) -> None:
+    with blocking.MessageQueue(1, 0, connect_ip="127.0.0.1", identity=identity) as writer:
+        reader = reading(writer.export_handle())
+        starting = Thread(writer.wait_until_ready, 20)
+        asyncio.run(reader.wait_until_ready(20))
+        starting.result()
+        network: Any = writer.held.end.network  # type: ignore[union-attr]
+        closing = Thread(writer.close)
+        eventually(lambda: network.closing, "the writer's announcement")
+        asyncio.run(reader.aclose())
+        closing.result()
 
 
 def test_the_blocking_face(identity: Path) -> None:
