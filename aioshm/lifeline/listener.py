@@ -167,7 +167,6 @@ class Peer:
     def _put_off(self, step: Callable[[], None]) -> None:
         self._next = step
         self._loop.call_soon(self._step)
-        self._listener.hurry()
 
     def _step(self) -> None:
         step = self._next
@@ -361,8 +360,6 @@ class LifelineListener:
         # Why the last reader was not admitted, if a descriptor was missing here.
         self.lacking: OutOfDescriptors | None = None
         self.doorbell: Doorbell | None = None
-        # Called when a step was put off.
-        self.hurry: Callable[[], object] = bool
         with naming_limits(f"a writer that listens on {address}"):
             self._sock: socket.socket = QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
 YIELD_AFTER_MESSAGES = 256
 YIELD_AFTER_NS = 1_000_000
 """The budget: a task that never waits yields to the loop after this many messages, or nanoseconds."""
-
-YIELD_SOON_AFTER_MESSAGES = 16
-"""The same while a reader waits for the loop to attach."""
 
 NO_TURNS = 1 << 62
 """The same for blocking ends: the background loop runs between calls anyway."""
@@ -136,8 +132,6 @@ class EndState:
         self.lock: CallLock = CallLock()
         # Calls that yield to other tasks before they enter.
         self._yielding = 0
-        self._hurried = False
-        self._gives_way: Callable[[], bool] = bool  # False, until there is a ring
         self.poller: Poller | None = None
         # Keeps the fast path shut while it returns true.
         self.shut_while: Callable[[], object] | None = None
@@ -184,7 +178,6 @@ class EndState:
         if self.poller is not None:
             self.poller.close()
             self.poller = None
-        self._gives_way = bool
         self.use(NoRing())
         self.shut_while = shut_while
 
@@ -258,14 +251,7 @@ class EndState:
             core.budget = core.budget_ends_ns = NO_TURNS
             return
         core.budget = YIELD_AFTER_MESSAGES
-        if self._hurried:
-            self._hurried = False
-            core.budget = YIELD_SOON_AFTER_MESSAGES
         core.budget_ends_ns = (now_ns or monotonic_ns()) + YIELD_AFTER_NS
-
-    def hurry(self) -> None:
-        """Shorten the next budget, so that the loop runs soon."""
-        self._hurried = True
 
     def count_turn(self) -> None:
         """Count a message that did not pass the core."""
@@ -278,18 +264,12 @@ class EndState:
         """Run other tasks, if this end's budget is spent."""
         if self.core.budget <= 0 or monotonic_ns() >= self.core.budget_ends_ns:
             self._yielding += 1
-            self.give_way()
             try:
                 await asyncio.sleep(0)
             finally:
                 self._yielding -= 1
             self.new_turn()
         self.reopen()
-
-    def give_way(self) -> None:
-        """Yield the CPU when the budget is spent, if a new reader may need a CPU."""
-        if not self.dismantled and self._gives_way():
-            os.sched_yield()
 
     async def enter(self, deadline: float | None, cancel: asyncio.Event | None = None) -> None:
         """Shut the fast path and acquire the call lock; each `enter` needs a `leave`."""
@@ -357,7 +337,6 @@ class EndState:
         else:
             self.poller = Poller(self.loop, ring.parked, policy, self.core.spin)
             self.core.spin_yields = policy.crowded
-        self._gives_way = ring.gives_way
 
     def wake(self) -> None:
         """Make a call that waits for messages or slots poll again."""

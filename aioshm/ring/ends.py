@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 else:
     _ReaderBase = _WriterBase = object
 
-GIVE_WAY_NS = 5_000_000
-"""For how long ends yield their CPUs to a new reader: about twice the time to its first message."""
-
 
 class _RingEnd:
     """The slots, and the words of the header that both ends read."""
@@ -45,11 +42,6 @@ class _RingEnd:
     def messages_read(self, reader: int) -> int:
         """Return how many messages a reader has received, leased or lost."""
         return self._words[(self.layout.reader_line(reader) + at.COUNT) // 8]
-
-    def gives_way(self) -> bool:
-        """Return whether a newly admitted reader may need the CPU of this end."""
-        until = self._words[at.GIVE_WAY_UNTIL // 8]
-        return until != 0 and monotonic_ns() < until
 
     def reader_row(self, reader: int) -> ReaderRow:
         """Return one reader's part of the header for inspection."""
@@ -276,10 +268,6 @@ class WriterControl(_RingEnd, _WriterBase):
         self._passed[reader] = end
         memory_fence()  # before anything that those messages lie in is written to
         return read <= blocker
-
-    def give_way(self) -> None:
-        """Make every end yield its CPU for a while to a reader that is being admitted."""
-        self._words[at.GIVE_WAY_UNTIL // 8] = monotonic_ns() + GIVE_WAY_NS
 
     def _check_reader(self, reader: int) -> None:
         if not 0 <= reader < self.layout.n_reader:

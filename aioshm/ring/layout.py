@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAGIC = b"aioshm\r\n"  # CR LF: a transfer that mangles line ends shows at once, as in PNG's signature
-VERSION = 13  # of this, and of what passes over lifelines and between a writer and its remote readers
+VERSION = 14  # of this, and of what passes over lifelines and between a writer and its remote readers
 LINE = 64
 PAGE = resource.getpagesize()  # bytes; protection and mappings are set by the page
 SLOT_HEADER_BYTES = 64
@@ -65,7 +65,6 @@ PREAMBLE = struct.Struct("<8sIIQQQII16s")
 WRITER_LINE = LINE
 WRITER_PARKED = 2 * LINE
 WRITER_WANTS = WRITER_PARKED + 8  # u64
-GIVE_WAY_UNTIL = WRITER_PARKED + 16  # u64, by the same clock as the times of publishing
 READERS_PARKED = 3 * LINE
 
 # Inside the writer's and each reader's line.

@@ -160,7 +160,6 @@ class Writer(Closable):
         self.state.check_owner()
         if not self._listening:
             self._listening = True
-            self.ring.listener.hurry = self.state.hurry
             self.registry.changed = self._changed
             for transport in self._transports:
                 transport.start(loop)

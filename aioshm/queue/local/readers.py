@@ -203,7 +203,6 @@ class LocalReaders:
         else:
             history = min(max(0, hello.history), self.ring.seq)
             self._first = self.ring.admit(index, history, self.overflow.is_gone)
-        self.ring.give_way()
         going = self.registry.going
         by_descriptor = self.segment_name is None or going  # once all readers are ready, the segment has no name
         welcome = Welcome(

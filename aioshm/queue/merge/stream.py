@@ -253,8 +253,6 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
     async def _yield_turn(self) -> None:
         """Run other tasks, if the budget is spent."""
         if self._turn <= 0 or monotonic_ns() >= self._turn_ends_ns:
-            for place in self._running:
-                place.reader.state.give_way()
             await asyncio.sleep(0)
             self._new_turn()
 
