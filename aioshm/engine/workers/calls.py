@@ -231,7 +231,9 @@ class CallTable:
 
     def _ask(self, call: Call) -> None:
         """Queue a call of one worker or of any, or send it if that worker is free."""
-        self._session.check()
+        if self._session.failure is not None:
+            call.finish(copy_error(self._session.failure))
+            return
         if call.wanted is not None:
             if call.wanted in self._ranks:
                 self._queue(self._ranks[call.wanted], call)
@@ -361,8 +363,9 @@ class CallTable:
             if answer is None:
                 break
             self._receive(*answer)
-        self._read_answers()
-        await call.ready.wait()
+        if not call.ready.is_set():
+            self._read_answers()
+            await call.ready.wait()
 
     def _receive(self, number: int, message: Any) -> None:
         """Deliver an answer, or an error of the queue or of one message."""

@@ -31,7 +31,7 @@ from aioshm.process.placement import Placement, place_of
 from aioshm.process.proc import HUNG_STATES, process_state
 from aioshm.process.restart import Life, ProcessPhase, RankInfo, Restart
 from aioshm.process.stalls import ProgressWatch
-from aioshm.process.stopping import ashutdown
+from aioshm.process.stopping import KILLED_S, ashutdown
 from aioshm.process.watch import ProcessExit, ProcessWatch
 from aioshm.queue import MessageQueue
 
@@ -262,13 +262,17 @@ class WorkerProcesses:
         if not worker.exited.done():
             await asyncio.wait([worker.exited], timeout=after_s)
             worker.process.kill()
-        return await asyncio.shield(worker.exited)
+            await asyncio.wait([worker.exited], timeout=KILLED_S)
+        if not worker.exited.done():  # for example in an uninterruptible sleep (D)
+            reason = f"was killed, but is not gone after {KILLED_S:g} s"
+            worker.exited.set_result(ProcessExit(worker.name, worker.pid, None, reason=reason))
+        return worker.exited.result()
 
     def discard(self, worker: WorkerProcess) -> None:
-        """Remove a process that has exited."""
+        """Remove a process that has exited; raise RoleError if the process still runs."""
         worker.forget()
-        self._processes.pop(worker.name, None)
         self._manager.discard(worker.process)
+        self._processes.pop(worker.name, None)
 
     async def stop_worker(self, worker: WorkerProcess) -> None:
         """Wait for a worker to exit; stop the process after ``shutdown_timeout``."""
@@ -304,15 +308,14 @@ class WorkerProcesses:
             worker.forget()
 
     async def stop(self, patience: float) -> None:
-        """Wait for the processes to exit, then kill them; ``patience`` 0: send SIGTERM first."""
-        if not patience:
-            await self._close()
-            return
-        try:  # the processes exit because their queues were closed
+        """Wait for the processes to exit, as their queues were closed; then stop them."""
+        try:
             with ProcessWatch(self._manager.processes) as watch:
                 await watch.all_exited(asyncio.get_running_loop().time() + patience)
-        finally:
+        except asyncio.CancelledError:
             await self.kill()
+            raise
+        await self._close()
 
     async def kill(self) -> None:
         try:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import pickle
 from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ import msgspec
 from aioshm.engine.workers.calls import CallTable
 from aioshm.engine.workers.processes import EXIT_WITHIN_S, Rank, Settings, WorkerProcess, WorkerProcesses
 from aioshm.engine.workers.worker import MessageCodec
-from aioshm.errors import AioshmError, CodecError, EndClosed, RemoteFailure, WorkerError, copy_error
+from aioshm.errors import AioshmError, CodecError, EndClosed, RemoteFailure, RoleError, WorkerError, copy_error
 from aioshm.process.background import completed, give_back, in_thread
 from aioshm.process.restart import ALIVE, Life, RankInfo, Restart
 from aioshm.process.stalls import Watched
@@ -215,15 +216,15 @@ class Session:
 
     async def _start(self, rank: Rank) -> str:
         """Create the worker in a standby, or else in a new process; return the cause of a failure, or ""."""
-        if rank.process is not None:
-            self.processes.discard(rank.process)
-        if self.standbys:
-            process = self.standbys.pop(0)
-        else:
-            try:
+        try:
+            if rank.process is not None:
+                self.processes.discard(rank.process)
+            if self.standbys:
+                process = self.standbys.pop(0)
+            else:
                 process = self.processes.start(rank.name, self._construction, rank.rank)
-            except Exception as error:
-                return f"worker {rank.rank} could not be started: {error}"
+        except Exception as error:
+            return f"worker {rank.rank} could not be started: {error}"
         rank.take_process(process)
         rank.enter("starting")
         cause = await self.processes.prepare(process, self._create(rank), "created")
@@ -259,7 +260,8 @@ class Session:
             return f"a standby could not be started: {error}"
         cause = await self.processes.prepare(process, process.wait_imported(), "ready")
         if cause:
-            self.processes.discard(process)
+            with suppress(RoleError):  # killed, but not gone
+                self.processes.discard(process)
             return f"{cause} before it was needed"
         self.standbys.append(process)
         return ""
@@ -273,7 +275,7 @@ class Session:
             assert process is not None
             self.calls.leave(rank)
             rank.enter("stopping")
-            self.spawn(give_back(lambda: process.process.end(BY_REQUEST)), f"aioshm-restarts-worker-{number}")
+            self.spawn(self._end(process), f"aioshm-restarts-worker-{number}")
         try:
             async with asyncio.timeout(timeout):
                 await rank.alive.wait()
@@ -281,6 +283,10 @@ class Session:
         except TimeoutError:
             text = f"no replacement of {rank.describe()} within {timeout} s: {self.describe_absent()}"
             raise TimeoutError(text) from None
+
+    async def _end(self, process: WorkerProcess) -> None:
+        await give_back(lambda: process.process.end(BY_REQUEST))
+        process.ended.set()  # even SIGKILL may have no effect
 
     # The number of workers
 

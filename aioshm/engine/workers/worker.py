@@ -257,6 +257,11 @@ class Worker:
         except Exception as error:
             self._failure = failure_of(error)
 
+    @property
+    def _stops(self) -> bool:
+        """Whether the worker is ending: cancellations come from this, and not from callers."""
+        return self._ending or self._termination.came
+
     async def create(self, rank: int) -> RemoteFailure | None:
         """Create the object; return the exception."""
         self._rank = rank
@@ -373,7 +378,7 @@ class Worker:
                 value = await self._finish(result)
             except (Exception, asyncio.CancelledError) as error:  # the latter from the method, or by `_interrupt`
                 self._awaited = None
-                if self._ending or self._termination.came:
+                if self._stops:
                     raise
                 await self._reply(FAILURE, number, failure_of(error))
             else:
@@ -420,14 +425,18 @@ class Worker:
 
     async def _finish(self, result: Awaitable[Any]) -> Any:
         """Await the result of a coroutine method."""
+        task = asyncio.current_task()
+        assert task is not None
         self._awaits = True
-        self._progress.task = asyncio.current_task()
+        self._progress.task = task
         self._progress.enter(BUSY)
         try:
             return await result
         finally:
             self._awaits = False
             self._progress.enter(IDLE)
+            while task.cancelling() and not self._stops:  # the cancellation was for this call, not for later ones
+                task.uncancel()
 
     async def _send_items(self, number: int, result: Any) -> None:
         items: Items | None = None
@@ -443,10 +452,10 @@ class Worker:
         try:
             await _close(items)
         except (Exception, asyncio.CancelledError) as error:
-            if not self._ending:
+            if not self._stops:
                 logger.warning("a stream's generator has raised while it was closed: %s", failure_of(error))
         del self._streams[number], self._credits[number]
-        if not self._ending:
+        if not self._stops:
             await self._reply(RESULT if failure is None else FAILURE, number, failure)
 
     async def _next_item(self, number: int, items: Items) -> tuple[Any] | None:

@@ -239,12 +239,14 @@ class TestTime:
                 pass
             behind = asyncio.create_task(group.call(0, "begin", "b"))
             later = asyncio.create_task(group.call(0, "begin", "c"))
+            last = asyncio.create_task(group.call(0, targets.cancellations))
             await asyncio.sleep(0)
             for task in (behind, under_way):  # in this order: the next queued call begins when "a" is cancelled
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
             assert await later == ["a", "a cancelled", "c"]
+            assert await last == 0, "the cancellation of another call"
             await seen.aclose()
 
     @pytest.mark.parametrize("kind", ["all", "call", "any", "stream"])

@@ -259,6 +259,30 @@ async def test_worker_with_a_closed_queue_is_killed_and_replaced(monkeypatch: py
         assert group.workers[0].restarts == 2
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_worker_that_survives_sigkill_fails_its_calls_and_is_replaced_after_its_exit(
+    restarted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = tmp_path / "begun"
+    method = ("say_and_block", str(begun)) if restarted else ("hang_up", 0)
+    async with group_of(1) as group:
+        pid = group.pids[0]
+        monkeypatch.setattr("aioshm.engine.workers.session.CODE_WITHIN_S", 0.05)
+        monkeypatch.setattr("aioshm.engine.workers.processes.KILLED_S", 0.1)
+        monkeypatch.setattr("aioshm.process.child.ABORT_WITHIN_S", 0.05)
+        monkeypatch.setattr("aioshm.process.child._Popen.send", lambda *_: True)  # as in an uninterruptible sleep
+        call = asyncio.create_task(group.call(0, *method))
+        if restarted:
+            await until(begun.exists)
+            with pytest.raises(TimeoutError):
+                await group.restart(0, timeout=0.5)
+        with pytest.raises(WorkerDied, match=rf"pid {pid}\) was killed, but is not gone after 0.1 s"):
+            await call
+        await until(lambda: "still runs" in group.workers[0].cause)
+        os.kill(pid, signal.SIGKILL)
+        assert await group.call(0, "add", timeout=60) == 0
+
+
 async def test_process_that_cannot_be_started_is_tried_again_until_a_crash_loop_that_ends_every_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

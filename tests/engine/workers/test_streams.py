@@ -11,7 +11,7 @@ import pytest
 import worker_targets as targets
 from iterating import END, WAYS, by_aclosing, by_for
 
-from aioshm import Options, RequestAborted, WorkerDied, WorkerError
+from aioshm import Options, QueueClosed, RequestAborted, WorkerDied, WorkerError
 from aioshm.engine import Restart, WorkerGroup
 
 pytestmark = pytest.mark.slow_on_uvloop
@@ -301,3 +301,11 @@ async def test_idle_stream_ends_with_its_group() -> None:
         async for _ in stream:
             taken += 1
     assert taken < 16
+
+
+async def test_stream_that_begins_after_the_end_of_its_group_raises_each_time() -> None:
+    async with group_of() as group:
+        stream = group.stream(0, "count")
+    for _ in range(2):
+        with pytest.raises(QueueClosed, match="the group of workers was closed"):
+            await anext(stream)

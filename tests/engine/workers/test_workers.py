@@ -251,6 +251,16 @@ class TestSigterm:
             await asyncio.wait([calling])
         assert (tmp_path / "0").read_text() == "closed"
 
+    async def test_sigterm_fails_streams_with_the_death_of_the_worker(self) -> None:
+        async with group_of(1, worker=targets.Streaming, loop_factory=own_loop_factory()) as group:
+            streams = [group.stream(0, "count_slowly", None, targets.LONG_S) for _ in range(20)]
+            waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
+            await until(lambda: len(group._session.calls.sent_to(0)) == len(streams))
+            await group.call(0, "add")  # the generators have begun
+            os.kill(group.pids[0], signal.SIGTERM)
+            outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {WorkerDied}
+
     @pytest.mark.parametrize("way", ["caught", "destructor"])
     async def test_worker_that_loses_the_exception_of_sigterm_is_closed(self, way: str, tmp_path: Path) -> None:
         async with group_of(1, kwargs={"log": str(tmp_path)}, loop_factory=own_loop_factory()) as group:
@@ -328,6 +338,15 @@ class TestClosing:
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(outcome, QueueClosed)
         assert all(gone(pid) for pid in group.pids)
+
+    async def test_closing_sends_sigterm_and_waits_before_a_kill(self, tmp_path: Path) -> None:
+        options: dict[str, Any] = {"worker": targets.ClosesSlowly, "kwargs": {"log": str(tmp_path)}}
+        async with group_of(1, **options, shutdown_timeout=2, loop_factory=own_loop_factory()) as group:
+            call = asyncio.create_task(group.call(0, "say_and_block", str(tmp_path / "begun")))
+            await until((tmp_path / "begun").exists)
+        assert (tmp_path / "0").read_text() == "closed"
+        with pytest.raises(QueueClosed):
+            await call
 
     @pytest.mark.parametrize("turns", [1, 2, 5, None])
     async def test_cancelled_close_kills_workers(self, turns: int | None, tmp_path: Path) -> None:

@@ -133,6 +133,12 @@ def rank_of(worker: Worker, more: int) -> int:
     return worker.rank + more
 
 
+async def cancellations(worker: Worker) -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling()
+
+
 async def loop_of(worker: Worker) -> str:
     return type(asyncio.get_running_loop()).__module__
 
