@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
-import struct
 import sys
 from typing import Final
 
@@ -93,19 +91,12 @@ _OF_FILE: Final = 0x20  # bit 61
 _NOT_OWN: Final = bytes(byte for byte in range(256) if not byte & _PRESENT_OR_SWAPPED or byte & _OF_FILE)
 """Last bytes of the entries of pages that are not a private copy."""
 
-_SCAN: Final = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg)
-_SCAN_ARGUMENT: Final = struct.Struct("<12Q")
-_IS_FILE: Final = 1 << 2
-_IS_PRESENT_OR_SWAPPED: Final = 1 << 3 | 1 << 4
-
 
 class Pagemap:
     """The pages of this process; its descriptor is opened when first needed."""
 
     def __init__(self) -> None:
         self._fd = -1
-        self._scans = True  # whether the kernel has ``PAGEMAP_SCAN``, as far as known
-        self._found = (ctypes.c_uint64 * 3)()  # one struct page_region
 
     def written(self, address: int, nbytes: int) -> bool:
         """Return whether pages of a private file mapping were written to, or may have been."""
@@ -113,23 +104,10 @@ class Pagemap:
         try:
             if self._fd < 0:
                 self._fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-            if self._scans:
-                try:
-                    return self._scan(address, address + pages * _PAGE)
-                except OSError:  # an older kernel
-                    self._scans = False
             entries = os.pread(self._fd, pages * _ENTRY, address // _PAGE * _ENTRY)
         except OSError:
             return True
         return len(entries) < pages * _ENTRY or bool(entries[_ENTRY - 1 :: _ENTRY].translate(None, _NOT_OWN))
-
-    def _scan(self, start: int, end: int) -> bool:
-        """Return whether there is a page that is not the file's."""
-        # size, flags, start, end, walk_end, vec, vec_len, max_pages, categories: inverted, all of, any of, reported
-        scan = (_SCAN_ARGUMENT.size, 0, start, end, 0, ctypes.addressof(self._found), 1, 1)
-        categories = (_IS_FILE, _IS_FILE, _IS_PRESENT_OR_SWAPPED, 0)
-        argument = bytearray(_SCAN_ARGUMENT.pack(*scan, *categories))
-        return bool(fcntl.ioctl(self._fd, _SCAN, argument))
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""

@@ -1,8 +1,7 @@
-"""Which pages were written to, as the kernel says it, or as all its entries do."""
+"""Which pages were written to."""
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import sys
@@ -34,14 +33,8 @@ def mapped() -> Iterator[mmap.mmap]:
     os.close(fd)
 
 
-@pytest.fixture(params=["scanned", "all entries"])
-def pagemap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pagemap]:
-    if request.param == "all entries":
-
-        def refuse(*_: Any) -> int:
-            raise OSError(25, "Inappropriate ioctl for device")
-
-        monkeypatch.setattr(fcntl, "ioctl", refuse)
+@pytest.fixture
+def pagemap() -> Iterator[Pagemap]:
     pagemap = Pagemap()
     yield pagemap
     pagemap.close()
@@ -54,18 +47,6 @@ def test_only_pages_that_were_written_to_count(pagemap: Pagemap, mapped: mmap.mm
     assert pagemap.written(address, len(mapped))
     assert pagemap.written(address, 1000 * PAGE + 1), "a part of a page counts as all of it"
     assert not pagemap.written(address, 1000 * PAGE)
-
-
-def test_a_kernel_that_scans_need_not_give_all_entries(monkeypatch: pytest.MonkeyPatch, mapped: mmap.mmap) -> None:
-    if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 7):
-        pytest.skip("PAGEMAP_SCAN came with Linux 6.7")
-    pagemap, read = Pagemap(), []
-    monkeypatch.setattr(os, "pread", lambda *args: read.append(args) or b"")
-    mapped[3 * PAGE] = 1
-    assert pagemap.written(address_of(mapped), len(mapped))
-    assert not pagemap.written(address_of(mapped), PAGE)
-    assert not read
-    pagemap.close()
 
 
 def test_without_pagemap_everything_may_have_been_written(monkeypatch: pytest.MonkeyPatch, mapped: mmap.mmap) -> None:
