@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 RETRY_S = 0.01
 """The pause before a message is sent again, or in place of another one that cannot be sent."""
 
-DRAIN_POLL_S = 0.01
-"""How often `CallTable.drain` checks whether the last calls are done."""
-
 
 @dataclass(slots=True, eq=False)
 class Call:
@@ -234,23 +231,18 @@ class CallTable:
         if self._session.failure is not None:
             call.finish(copy_error(self._session.failure))
             return
-        if call.wanted is not None:
-            if call.wanted in self._ranks:
-                self._queue(self._ranks[call.wanted], call)
-            else:
-                call.finish(EndClosed("the group of workers was made smaller"))
-            return
-        self._any.append(call)
         self._count += 1
         call.order = self._count
-        if idle := [rank for rank in self._ranks.values() if rank.idle]:
-            self._serve(min(idle, key=lambda rank: rank.idle_since))
-
-    def _queue(self, rank: Rank, call: Call) -> None:
-        self._count += 1
-        call.order = self._count
-        rank.queue.append(call)
-        self._serve(rank)
+        if call.wanted is None:
+            self._any.append(call)
+            if idle := [rank for rank in self._ranks.values() if rank.idle]:
+                self._serve(min(idle, key=lambda rank: rank.idle_since))
+        elif call.wanted in self._ranks:
+            rank = self._ranks[call.wanted]
+            rank.queue.append(call)
+            self._serve(rank)
+        else:
+            call.finish(EndClosed("the group of workers was made smaller"))
 
     def freed(self, rank: Rank) -> None:
         """Send calls to a worker that may be idle now."""
@@ -468,7 +460,7 @@ class CallTable:
     async def drain(self, ranks: Iterable[Rank]) -> None:
         """Wait until the present calls of these workers are done."""
         while any(rank.sent or rank.streams or rank.queue for rank in ranks):
-            await asyncio.sleep(DRAIN_POLL_S)
+            await asyncio.sleep(RETRY_S)
             self._session.check()
 
     def end(self, failure: AioshmError) -> None:

@@ -25,6 +25,7 @@ from aioshm.engine.workers.worker import (
 )
 from aioshm.errors import AioshmError, PeerClosed, PeerDied, RemoteFailure, WorkerDied
 from aioshm.lifeline.sockets import sweep_leftovers
+from aioshm.process.background import completed
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.placement import Placement, place_of
@@ -80,7 +81,7 @@ class WorkerProcess:
         self.ended: asyncio.Event = asyncio.Event()  # set at the exit, or before at the end of a queue
         self.outbox: deque[tuple[Message, Call]] = deque()  # messages that wait for room in `requests`
         self._handle = ""
-        self._created = False
+        self._queues = AsyncExitStack()  # closes the queues, once created
         sock.setblocking(False)
         self._socket = sock
         self._forgotten = weakref.finalize(self, sock.close)  # no second warning: an unclosed group gives one
@@ -106,20 +107,19 @@ class WorkerProcess:
             settings.options, on_reader_death="raise", max_readers=None, slow_reader="block", prefault_bytes=0
         )
         async with AsyncExitStack() as unused:
+            replies = MessageQueue.create_from_handle(self._handle, 0, codec=MessageCodec(), options=options)
+            unused.push_async_callback(replies.aclose)
             requests = MessageQueue(1, 1, None, *settings.sizes, codec=MessageCodec(), options=options)
             unused.push_async_callback(requests.aclose)
             await send_line(self._socket, (rank, broadcasts, requests.export_handle().to_json()))
-            replies = MessageQueue.create_from_handle(self._handle, 0, codec=MessageCodec(), options=options)
-            unused.push_async_callback(replies.aclose)
             await requests.wait_until_ready()
             await replies.wait_until_ready()
             kind, _, _, failure = await replies.dequeue(indefinite=True)
             if kind == FAILURE:
                 return RemoteFailure(*failure)
-            unused.pop_all()
+            self._queues = unused.pop_all()
             self.requests = requests
             self.replies = replies
-            self._created = True
             return None
 
     async def _unless_exited(self, work: Coroutine[Any, Any, T]) -> T:
@@ -135,11 +135,7 @@ class WorkerProcess:
 
     async def close(self) -> None:
         """Close the queues. Idempotent."""
-        if self._created:
-            try:
-                await self.requests.aclose()
-            finally:
-                await self.replies.aclose()
+        await self._queues.aclose()
 
     def forget(self) -> None:
         """Close the socket, on its loop or without a running loop. Idempotent."""
@@ -307,28 +303,21 @@ class WorkerProcesses:
         for worker in self._processes.values():
             worker.forget()
 
-    async def stop(self, patience: float) -> None:
-        """Wait for the processes to exit, as their queues were closed; then stop them."""
+    async def stop(self, closing: asyncio.Task[None], patience: float) -> None:
+        """Wait until the queues are closed, then for the processes to exit by themselves, then stop them."""
         try:
+            await completed(closing)
             with ProcessWatch(self._manager.processes) as watch:
                 await watch.all_exited(asyncio.get_running_loop().time() + patience)
         except asyncio.CancelledError:
-            await self.kill()
-            raise
-        await self._close()
-
-    async def kill(self) -> None:
-        try:
             await ashutdown(self._manager.processes, 0)
+            raise
         finally:
-            await self._close()
-
-    async def _close(self) -> None:
-        self.forget()
-        try:
-            await self._manager.aclose()
-        finally:
-            sweep_leftovers()
+            self.forget()
+            try:
+                await self._manager.aclose()
+            finally:
+                sweep_leftovers()
 
     def _exited(self) -> None:
         for each in self._watch.take():

@@ -15,7 +15,7 @@ from aioshm.engine.workers.calls import CallTable
 from aioshm.engine.workers.processes import EXIT_WITHIN_S, Rank, Settings, WorkerProcess, WorkerProcesses
 from aioshm.engine.workers.worker import MessageCodec
 from aioshm.errors import AioshmError, CodecError, EndClosed, RemoteFailure, RoleError, WorkerError, copy_error
-from aioshm.process.background import completed, give_back, in_thread
+from aioshm.process.background import give_back, in_thread
 from aioshm.process.restart import ALIVE, Life, RankInfo, Restart
 from aioshm.process.stalls import Watched
 from aioshm.queue import MessageQueue
@@ -361,12 +361,7 @@ class Session:
         Cancelling this kills them.
         """
         closing = asyncio.create_task(self._close_queues(), name="aioshm-closes-workers")
-        try:
-            await completed(closing)
-        except asyncio.CancelledError:
-            await self.processes.kill()
-            raise
-        await self.processes.stop(patience)
+        await self.processes.stop(closing, patience)
         closing.result()
 
     async def _close_queues(self) -> None:

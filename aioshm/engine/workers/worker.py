@@ -284,11 +284,7 @@ class Worker:
     async def close(self) -> None:
         """Call the object's method ``close``, uninterrupted by SIGTERM."""
         self._termination.ignored = not self._termination.came
-        close: Callable[[], Any] | None = getattr(self._object, "close", None)
-        if callable(close):
-            closing = close()
-            if inspect.isawaitable(closing):
-                await closing
+        await _close(getattr(self._object, "close", None))
 
     async def serve(self, broadcasts: MessageQueue, requests: MessageQueue) -> None:
         """Serve the calls of all workers, and the calls of this worker, until the driver closes a queue, or dies."""
@@ -450,7 +446,7 @@ class Worker:
         except (Exception, asyncio.CancelledError) as error:
             failure = failure_of(error)
         try:
-            await _close(items)
+            await _close(getattr(items, "aclose", None) or getattr(items, "close", None))
         except (Exception, asyncio.CancelledError) as error:
             if not self._stops:
                 logger.warning("a stream's generator has raised while it was closed: %s", failure_of(error))
@@ -476,8 +472,8 @@ def _items_of(result: Any) -> Items:
     raise TypeError(f"the result of a streamed method must be iterable, not {type(result).__qualname__}")
 
 
-async def _close(items: Items | None) -> None:
-    close = getattr(items, "aclose", None) or getattr(items, "close", None)
+async def _close(close: object) -> None:
+    """Call a method ``close``, if there is one."""
     if callable(close):
         closing = close()
         if inspect.isawaitable(closing):
