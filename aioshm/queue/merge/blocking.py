@@ -57,9 +57,10 @@ class _Place(Place):
 
     async def enter(self) -> None:
         lock = self.held.lock
-        if lock.owner:  # a call of another thread
+        me = get_ident()
+        if lock.owner:  # a call of another thread; no call, and so no other thread, until the lock is acquired
             return
-        lock.owner = get_ident()
+        lock.owner = me
         self.locked = True
         self.held.state.wake_peers()
         await super().enter()

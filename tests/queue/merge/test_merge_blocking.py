@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from support import eventually
 
 from aioshm import CodecError, EndClosed, RoleError, blocking
 from aioshm.blocking import Merged, MessageQueue, merge
+from aioshm.queue.merge import blocking as merge_of_threads
 
 
 @pytest.mark.parametrize(("n_local", "n_remote", "ready"), [(3, 0, True), (2, 1, False), (0, 2, True)])
@@ -108,6 +110,26 @@ def test_reader_that_another_thread_has_in_a_block_is_merged_afterwards() -> Non
             assert waiting.running
         assert leased == "leased"
         assert waiting.result() == (0, "next")
+
+
+def test_reader_that_a_thread_acquires_at_the_same_moment_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with blocking_queues(1) as (writers, readers):
+        lock = readers[0].held.lock
+        met = threading.Event()
+
+        def switch_threads() -> int:
+            if threading.current_thread().name == "aioshm-loop" and not met.is_set():
+                lock.acquire(1)
+                met.set()
+            return threading.get_ident()
+
+        monkeypatch.setattr(merge_of_threads, "get_ident", switch_threads)
+        waiting = Thread(next, merge(readers))
+        assert met.wait(20)
+        owner = readers[0].held.loop().do(lambda: lock.owner)
+        lock.owner = 0
+        writers[0].enqueue("on", 20)
+        assert (owner, waiting.result()) == (1, (0, "on"))
 
 
 @pytest.mark.parametrize("kept", ["message", "error"])
