@@ -69,7 +69,7 @@ class Sender:
         if state.options.trace_context:
             self._current_trace = current_trace()
             # The core calls the encoder for each message, so the encoder sets the trace context.
-            self.encode = _tracing(self.encode, weakref.WeakMethod(self._note_trace))
+            self.encode = _tracing(self.encode, weakref.WeakMethod(self.note_trace))
             self._takes_bytes = False
         self.bind(ring.wake_readers)
         # Returns None: sent. False: the fast path is shut. Else the encoded message: there is no
@@ -98,7 +98,7 @@ class Sender:
 
     # Trace contexts
 
-    def _note_trace(self) -> None:
+    def note_trace(self) -> None:
         """Give the next message the context of the current span."""
         if self._current_trace is not None:
             self._core.trace = self._current_trace()
@@ -114,7 +114,7 @@ class Sender:
     def put(self, message: Encoded) -> bool:
         """Publish a message to all readers, or return False, to none, if there is no room."""
         network = self._network
-        self._note_trace()
+        self.note_trace()
         if network is None:
             return self._put(message)
         return self.window_has(self.need([message])) and self._publish(network, message)
@@ -130,10 +130,11 @@ class Sender:
     def put_all(self, messages: list[Encoded]) -> None:
         """Publish messages for which there is room."""
         network = self._network
-        self._note_trace()
+        self.note_trace()
         if network is not None:
-            for message in messages:
-                published = self._publish(network, message)
+            packed = [self.pack(message, ahead) for ahead, message in enumerate(messages)]  # first: this may fail
+            for message, outgoing in zip(messages, packed, strict=True):
+                published = self._publish(network, message, outgoing)
                 assert published
             return
         sent = 0
@@ -158,7 +159,7 @@ class Sender:
 
     def put_raw(self, slot: Slot, nbytes: int) -> None:
         """Publish a claimed slot, of which the caller's block has filled ``nbytes``."""
-        self._note_trace()
+        self.note_trace()
         outgoing = None
         if self._has_remote_readers:
             outgoing = self._packed(RAW, 0, [bytes(slot.body[:nbytes])], (), nbytes)
@@ -166,12 +167,12 @@ class Sender:
         if self._network is not None:
             self._network.publish(outgoing)
 
-    def pack(self, message: Encoded) -> Outgoing | None:
-        """Return a copy of an encoded message for the network; None: no remote reader needs the message."""
+    def pack(self, message: Encoded, ahead: int = 0) -> Outgoing | None:
+        """Return a copy of the next message, or of one behind it, for the network; None: no remote reader needs it."""
         if not self._has_remote_readers:
             return None
-        self._note_trace()
-        return self._packed(INLINE, self._code, *parts_of(message), message_bytes(message))
+        self.note_trace()
+        return self._packed(INLINE, self._code, *parts_of(message), message_bytes(message), ahead)
 
     @property
     def _has_remote_readers(self) -> bool:
@@ -179,22 +180,28 @@ class Sender:
         return self._network is not None and not self._network.window.idle
 
     def _packed(
-        self, kind: int, code: int, parts: Sequence[bytes | memoryview], buffers: Sequence[memoryview], nbytes: int
+        self,
+        kind: int,
+        code: int,
+        parts: Sequence[bytes | memoryview],
+        buffers: Sequence[memoryview],
+        nbytes: int,
+        ahead: int = 0,
     ) -> Outgoing:
         assert self._network is not None
-        outgoing = self._network.pack(kind, code, self._core.seq, parts, buffers, nbytes, self._trace())
+        outgoing = self._network.pack(kind, code, self._core.seq + ahead, parts, buffers, nbytes, self._trace())
         self._core.copied += nbytes
         return outgoing
 
     def put_placed(self, slot: Slot, extent: Extent, placed: Placed, outgoing: Outgoing | None) -> None:
         """Publish a message in its place, and its `pack`, as `LocalReaders.put_placed`."""
-        self._note_trace()
+        self.note_trace()
         self._ring.put_placed(slot, extent, placed, self._code)
         if self._network is not None:
             self._network.publish(outgoing)
 
-    def _publish(self, network: RemoteReaders, message: Encoded) -> bool:
-        """Publish a message that the window has room for, or return False if the ring has none."""
+    def _publish(self, network: RemoteReaders, message: Encoded, outgoing: Outgoing | None = None) -> bool:
+        """Publish a message that the window has room for, and its `pack`, or return False if the ring has no room."""
         size = self.checked_size(message)
         in_ring = message
         network_bytes = 0
@@ -203,7 +210,8 @@ class Sender:
             network_bytes = size
         elif not self._ring_has(message):
             return False
-        outgoing = self.pack(message)  # first, as packing may fail: either all readers get the message, or none
+        if outgoing is None:
+            outgoing = self.pack(message)  # first, as packing may fail: either all readers get the message, or none
         if not self._put(in_ring):
             return False
         self.network_bytes += network_bytes

@@ -35,6 +35,18 @@ class MessageMemory(mmap.mmap, OwnMemory):
         return memory
 
 
+def memory_of(seq: int, nbytes: int) -> MessageMemory:
+    """Return memory for a message, or raise `SharedMemoryError`."""
+    try:
+        return MessageMemory(nbytes)
+    except OSError as error:
+        text = (
+            f"message {seq} of {nbytes} bytes does not fit into memory: raise the limits of this process (ulimit -v) "
+            "or of its container (memory)"
+        )
+        raise SharedMemoryError(error.errno, text) from None
+
+
 def pack(
     kind: int,
     codec: int,
@@ -61,7 +73,7 @@ def pack(
         return Outgoing(bytes(gathered))
     if len(parts) == 1 and not buffers and type(parts[0]) is bytes:
         return Outgoing(header, parts[0])
-    body = memoryview(MessageMemory(size))
+    body = memoryview(memory_of(seq, size))
     write_body(body, parts, buffers)
     return Outgoing(header, body)
 
@@ -88,14 +100,7 @@ class Assembly:
                 return part
             if part.total > self._max_bytes:
                 raise wire.WireError(f"a message of {part.total} bytes, more than {self._max_bytes}")
-            try:
-                self._memory = MessageMemory(part.total)
-            except OSError as error:
-                text = (
-                    f"message {part.seq} of {part.total} bytes does not fit into memory: raise the limits of this "
-                    "process (ulimit -v) or of its container (memory)"
-                )
-                raise SharedMemoryError(error.errno, text) from None
+            self._memory = memory_of(part.seq, part.total)
             self._seq = part.seq
         memory = self._memory
         if memory is None or (part.seq, part.offset, part.total) != (self._seq, self._filled, len(memory)):

@@ -511,8 +511,10 @@ class NetworkSource(Source):
 
     def announce_close(self) -> None:
         """Notify a writer that may have received this reader's greeting."""
-        there = self.gone is None or self.window.complete
-        if there and self._handshakes and not self._released:
+        if self.sockets is None or self._released or not self._handshakes:
+            return
+        connected = self.sockets.control_connection.down_since is None
+        if connected or self.gone is None or self.window.complete:
             self._leaving = True
             self._send(wire.Leave())
 

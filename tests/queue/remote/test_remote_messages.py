@@ -125,12 +125,13 @@ async def test_writer_that_dies_amid_a_message_leaves_its_reader_without_the_mes
 # What is received
 
 
-async def test_message_for_which_there_is_no_memory_is_named(
+def none_left(_nbytes: int) -> MessageMemory:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+async def test_message_for_which_there_is_no_memory_is_named_and_its_reader_leaves(
     small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none_left(_nbytes: int) -> MessageMemory:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
     async with ready_ends(0, 1, codec="raw", remote_timeout=1.0) as (writer, (reader,)):
         await writer.enqueue(b"before")
         monkeypatch.setattr(messages, "MessageMemory", none_left)
@@ -142,6 +143,26 @@ async def test_message_for_which_there_is_no_memory_is_named(
             ) as caught:
                 await reader.dequeue(20)
             assert caught.value.errno == errno.ENOMEM
+        await reader.aclose()
+        await until(lambda: writer.readers[0].state == "left", "the goodbye", 0.9)
+
+
+@pytest.mark.parametrize("n_local", [0, 1])
+async def test_batch_of_which_a_message_cannot_be_copied_is_not_sent(
+    n_local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ready_ends(n_local, 1, chunk=1 << 20) as (writer, readers):
+        with monkeypatch.context() as patch:
+            patch.setattr(messages, "MessageMemory", none_left)
+            for size in (100_000, 20_000):
+                with pytest.raises(SharedMemoryError, match=r"message 1 of .* does not fit into memory: raise"):
+                    await writer.enqueue_many(["small", np.zeros(size)])
+            with pytest.raises(SharedMemoryError, match=r"message 0 of .* does not fit into memory: raise"):
+                await writer.enqueue(np.zeros(100_000))
+        await writer.enqueue_many(["small", np.ones(100_000)])
+        for reader in readers:
+            assert await reader.dequeue(20) == "small"
+            assert (await reader.dequeue(20) == 1).all()
 
 
 @pytest.mark.parametrize("codec", ["pickle", "msgpack"])
