@@ -5,9 +5,9 @@
  * says what the fences are for.
  *
  *     step here       in the code
- *     pass over       readers.py LocalReaders.make_room; ends.py WriterControl.pass_over
+ *     pass over       readers.py LocalReaders._make_room; ends.py WriterControl.pass_over
  *     fast            receive.c reader_take, copy_plain, was_evicted
- *     slow, finish    copying.py CopyingSlots._copy, _finish; ends.py ReaderControl._is_intact
+ *     slow, finish    copying.py CopyingSlots._copy, _finish; ends.py ReaderControl.intact
  *     lose            ends.py ReaderControl.lose
  *
  * Properties: what is delivered is whole and the next message in order; what is lost was published, and is named: every

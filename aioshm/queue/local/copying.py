@@ -126,9 +126,7 @@ class CopyingSlots:
                     ring.taken(copied[0][5])
                 return copied
         if ring.evicted():
-            refusal = functools.partial(eviction, self._state, ring)
-            self._state.refuse(refusal)
-            raise refusal()
+            raise refused(self._state, ring)
         first, last = ring.lose()
         raise MessagesLost(first, last, "this reader was too slow, and the writer does not wait for it")
 
@@ -160,6 +158,13 @@ class CopyingSlots:
 def wrong_codec(seq: int, code: int, codec: Codec) -> CodecError:
     """Return the error for a message of another codec than the queue's."""
     return CodecError(f"message {seq} has codec {code}, the queue has {codec.code} ({codec.name!r})")
+
+
+def refused(state: EndState, ring: RingReader) -> ReaderEvicted:
+    """Make every call of a reader that the writer continues without raise the error, from now on; return the error."""
+    refusal = functools.partial(eviction, state, ring)
+    state.refuse(refusal)
+    return refusal()
 
 
 def eviction(state: EndState, ring: RingReader) -> ReaderEvicted:

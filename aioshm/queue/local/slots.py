@@ -21,7 +21,7 @@ from aioshm.codec.frames import (
 )
 from aioshm.codec.registry import RawCodec
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, SharedMemoryError
-from aioshm.queue.local.copying import decoded, eviction, wrong_codec
+from aioshm.queue.local.copying import decoded, refused, wrong_codec
 from aioshm.queue.local.leases import VIEW_BYTES, Leases
 from aioshm.queue.local.overflow import OverflowReader
 from aioshm.queue.local.waker import WriterWaker
@@ -82,7 +82,7 @@ class SlotReader:
         """Raise if the writer continues without this reader: the slot that was read may have another message now."""
         memory_fence()  # after the slot was read
         if self._ring.evicted():
-            raise eviction(self._state, self._ring) from None
+            raise refused(self._state, self._ring) from None
 
     def _checked(self, decode: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method that decodes; raise its errors as `CodecError`, and discard the result of an evicted reader."""

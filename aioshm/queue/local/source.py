@@ -21,7 +21,7 @@ from aioshm.lifeline.sockets import Doorbell, peer_credentials, socket_file
 from aioshm.process.limits import naming_limits
 from aioshm.process.proc import HUNG_STATES, process_state
 from aioshm.queue.handle import Handle
-from aioshm.queue.local.copying import CopyingSlots, eviction
+from aioshm.queue.local.copying import CopyingSlots, eviction, refused
 from aioshm.queue.local.overflow import OverflowReader, PassedSegments
 from aioshm.queue.local.slots import SlotReader
 from aioshm.queue.local.waker import WriterWaker
@@ -214,7 +214,7 @@ class RingSource(Source):
 
     def on_evicted(self) -> None:
         """Note that the writer continues without this reader."""
-        self._state.refuse(functools.partial(eviction, self._state, self._ring))
+        refused(self._state, self._ring)
         with suppress(SharedMemoryError):  # there is no memory for a copy
             self.settle()  # now: the writer does not wait for a retained slot any more
 
@@ -225,8 +225,10 @@ class RingSource(Source):
         return self.lifeline.doorbell
 
     def other_ends(self) -> list[int]:
-        others = self._ring.reader_pids()
-        others[self._ring.reader] = self.lifeline.writer_pid  # in place of this end's own pid
+        if self.ring is None or self._closed:
+            return []
+        others = self.ring.reader_pids()
+        others[self.ring.reader] = self.lifeline.writer_pid  # in place of this end's own pid
         return others
 
     # Receiving
@@ -351,11 +353,13 @@ class RingSource(Source):
         if self.waker is not None:
             self.waker.closed = True
         if self.ring is not None:
-            self._slots.close()
-            self.overflow.close()
-            self.ring.close()
-            self.buffer.close()
-            self.lifeline.close()
+            try:
+                self._slots.close()
+            finally:  # also without memory for a view that is still held
+                self.overflow.close()
+                self.ring.close()
+                self.buffer.close()
+                self.lifeline.close()
 
     def finished(self) -> bool:
         return self._attaching is None or self._attaching.done() or self._attaching.get_loop().is_closed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,6 +17,7 @@ from support import forked, until
 from aioshm import MessageQueue, QueueEmpty, ReaderEvicted, RoleError
 from aioshm.errors import SharedMemoryError
 from aioshm.queue.local.leases import Leases
+from aioshm.ring import window
 from aioshm.ring.window import Windows
 
 LARGE = 600_000
@@ -200,6 +202,25 @@ async def test_closing_leaves_a_copy(size: int, during: bool) -> None:
             await writer.enqueue(_array(100 + number, size), 5)
             await other.dequeue(5)
         assert (array == 5).all()
+
+
+async def test_reader_that_closes_without_memory_for_a_held_view_leaves_its_writer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
+        await writer.enqueue(_array(1, LARGE), 5)
+        async with reader.lease(5) as array:
+            pass
+        with monkeypatch.context() as patch:
+            patch.setattr(window, "_exchange", refuse)
+            with pytest.raises(SharedMemoryError, match="no copy of"):
+                await reader.aclose()
+        await until(lambda: writer.readers[0].state == "left", "the goodbye")
+        reader.end.source.close()  # type: ignore[union-attr]  # there is memory again
+        assert (array == 1).all()
 
 
 # A task that holds a slot cannot wait for the same end

@@ -20,6 +20,7 @@ from aioshm import (
     MessageQueue,
     MessagesLost,
     PeerDied,
+    ReaderEvicted,
     SharedMemoryError,
 )
 from aioshm.queue.merge import Merged, merge
@@ -128,6 +129,20 @@ class TestEnds:
                 for number in range(100):
                     await writers[number % 2].enqueue(number)
                     assert await anext(merged) == (number % 2, number)
+
+    @pytest.mark.parametrize("slow", ["block", "skip"])
+    async def test_one_that_is_dismissed_is_reported_once(self, slow: str) -> None:
+        async with queues(2, slow_reader=slow) as (writers, readers):
+            merged = merge(readers, errors="yield")
+            await writers[1].enqueue("on")
+            assert await anext(merged) == (1, "on")
+            writers[0].dismiss(0)
+            writers[1].enqueue_nowait(b"x" * BIG)  # so that the merge looks into both rings, before the loop runs
+            items = [await anext(merged), await anext(merged)]
+            await writers[1].aclose()
+            items += await _rest(merged)
+            assert sorted(rank for rank, _ in items) == [0, 1]
+            assert isinstance(merged.failed[0], ReaderEvicted)
 
     @pytest.mark.parametrize("slow", ["block", "skip", "evict"])
     async def test_one_that_is_closed_between_two_messages_drops_out(self, slow: str) -> None:
