@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from math import inf
 from threading import get_ident
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -128,16 +129,16 @@ class BlockingEnd:
         if mine.owner == me:
             self.state.check_refusal()
             raise RoleError(f"{self!r}: called inside of a block that has its slot, and so would wait for itself")
-        patience_s = 0.1
+        until = inf
         if busy is not None:
-            patience_s = 0
+            until = 0.0
         elif deadline is not None:
-            patience_s = min(patience_s, deadline - monotonic())
-        while not mine.acquire(me, monotonic() + patience_s):
+            until = deadline
+        while not mine.acquire(me, min(until, monotonic() + 0.1)):
             self.state.check_refusal()
             if busy is not None:
                 raise busy(f"{self!r}: another thread waits here, or is in a block that has a slot")
-            if deadline is not None and monotonic() >= deadline:
+            if monotonic() >= until:
                 raise TimeoutError(f"{self!r}: another thread's call, or its block, did not end in time")
         if self.abandoned_blocks:
             try:
@@ -183,10 +184,7 @@ class BlockingEnd:
 
     def settle(self) -> None:
         """Wake sleeping peers that can continue, and threads that wait for the process lock."""
-        if process_lock.owner == get_ident():  # called by a codec or a handler, inside of another call
-            self.state.wake_peers()
-        else:
-            locked(self.state.wake_peers)
+        locked(self.state.wake_peers)
 
     def interrupted(self, error: BaseException) -> None:
         """Raise an error of the core or of `settle`; the loop wakes the peers that were not woken.
@@ -333,6 +331,7 @@ class BlockingEnd:
                 state.lock.calls = 1
                 core.open = False
                 state.check_usable()
+                writer.sender.note_trace()  # another thread may have encoded a message since
                 while not core.put(message):
                     try:
                         writer.wait_for_room(message, deadline).send(None)
@@ -340,6 +339,7 @@ class BlockingEnd:
                         if not done.value:
                             return False
                     state.check_usable()
+                    writer.sender.note_trace()
                 state.wake_peers()
                 return True
             finally:
@@ -463,6 +463,8 @@ async def _follow(cancel: threading.Event, event: asyncio.Event) -> None:
 def locked(function: Callable[[], T]) -> T:
     """Call a function while this thread holds the process lock, which is free again whatever a handler raises."""
     me = get_ident()
+    if process_lock.owner == me:  # called by a codec, a handler or the garbage collector, inside of another call
+        return function()
     try:
         process_lock.acquire(me)
         return function()

@@ -7,13 +7,14 @@ import sys
 from typing import Any
 
 import pytest
-from faces import make_writer, reading
+from faces import Thread, make_writer, pair, reading
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from pairs import EITHER_PLACE, attached
 from remotes import ready_ends, wide_writer
+from support import eventually
 
 from aioshm import MessageQueue, MessagesLost, RoleError, TraceContext
 from aioshm.queue.tracing import is_trace, unpack_trace
@@ -195,6 +196,28 @@ def test_plain_threads() -> None:
                 writer.enqueue(bytearray(9000) if number == 2 else number, 20)
             spans.append(said(span))
         assert thread.result() == [*spans, spans[-1], *spans[1:3]]
+
+
+def test_threads_that_wait_for_room() -> None:
+    with pair(trace_context=True, chunks=2) as (writer, reader):
+
+        def send(number: int) -> str:
+            with TRACER.start_as_current_span(f"thread {number}") as span:
+                writer.enqueue(number, 20)
+                return said(span)
+
+        writer.enqueue_many(["the ring", "is full"])
+        lock = writer.held.lock
+        lock.acquire(1)
+        threads = [Thread(send, number) for number in range(2)]
+        eventually(lambda: len(lock.waiting) == 2, "the threads, which have encoded their messages")
+        lock.owner = 0
+        lock.wake()
+        got = {}
+        for _ in range(4):
+            number = reader.dequeue(20)
+            (got[number],) = heard(reader)
+        assert [got[number] for number in range(2)] == [thread.result() for thread in threads]
 
 
 async def test_not_asked_for() -> None:

@@ -162,7 +162,8 @@ def test_a_second_thread_waits_for_its_turn() -> None:
         assert waiting.result() == "last"
 
 
-def test_timeout_ends_while_another_thread_waits() -> None:
+@pytest.mark.parametrize("timeout", [0.001, 0.11])
+def test_timeout_ends_while_another_thread_waits(timeout: float) -> None:
     with pair() as (writer, reader):
         waiting = Thread(reader.dequeue)
         until_it_waits(reader)
@@ -170,9 +171,9 @@ def test_timeout_ends_while_another_thread_waits() -> None:
         for _ in range(5):
             began = time.monotonic()
             with pytest.raises(TimeoutError):
-                reader.dequeue(0.001)
+                reader.dequeue(timeout)
             took_s.append(time.monotonic() - began)
-        assert min(took_s) < 0.05
+        assert min(took_s) < timeout + 0.05
         writer.enqueue("last")
         assert waiting.result() == "last"
 
@@ -241,6 +242,25 @@ def test_a_block_may_end_in_another_thread() -> None:
         Thread(block.__exit__, None, None, None).result()
         writer.enqueue("after", 20)
         assert [bytes(reader.dequeue(20)[:1]), reader.dequeue(20)] == [b"x", "after"]
+
+
+def test_block_that_is_collected_inside_of_another_call_leaves_that_call_the_lock() -> None:
+    blocks: list[Any] = []
+    owners: list[int] = []
+
+    class Dropping:
+        def __reduce__(self) -> Any:
+            blocks.clear()
+            owners.append(process_lock.owner)
+            return str, ("dropped",)
+
+    with pair() as (writer, reader), pair() as (other, lender):
+        other.enqueue("leased")
+        blocks.append(lender.lease(20))
+        assert blocks[0].__enter__() == "leased"
+        writer.enqueue(Dropping())
+        assert (reader.dequeue(20), lender.held.lock.owner) == ("dropped", 0)
+        assert owners == [threading.get_ident()]
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
