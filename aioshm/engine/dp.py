@@ -1,4 +1,4 @@
-"""The coordinator of data-parallel engines: a process with sockets, and its owner; ``waves.py`` decides."""
+"""The coordinator of data-parallel engines: the process with the sockets, and its owner. ``waves.py`` decides."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ from aioshm.zeromq.sockets import Socket
 NAME = "DPCoordinator"
 START_TIMEOUT_S = 60.0
 """How long the process of a coordinator may take until it is bound."""
-_EXIT_S = 2.0  # from the end of its pipe to its exit
+_EXIT_S = 2.0  # how long the process may take to exit once its pipe has ended
 
 COMPLAINT_S = 10.0
 
 # An XPUB socket drops messages above these. Counts are published again, but messages to engines are not.
 _FRONT_END_HWM = 1_000
 _ENGINE_HWM = 100_000
-_OVERSIZED = 16 << 20  # ZeroMQ closes the connection at such a frame; smaller messages are refused with a log line
+_OVERSIZED = 16 << 20  # ZeroMQ closes the connection at such a frame; shorter ones are refused with a log line
 
 logger: logging.Logger = logging.getLogger("aioshm.engine.coordinator")
 
@@ -251,10 +251,7 @@ async def _run(bound: Connection, notices: socket.socket, *arguments: Any) -> No
 
     def receive_notice() -> None:
         with suppress(BlockingIOError):
-            if payload := notices.recv(NOTICE_BYTES):
-                coordination.notice(decode_notice(payload))
-            else:  # the launching process is gone, so this process will soon be killed
-                loop.remove_reader(notices)
+            coordination.notice(decode_notice(notices.recv(NOTICE_BYTES)))
 
     with notices, coordination, progress.own().serving():
         loop.add_reader(notices, receive_notice)
@@ -407,10 +404,10 @@ class DPCoordinator(ProcessManager):
         if self._notices is not None:
             try:
                 self._notices.send(encode(notice))
-            except BlockingIOError:  # stuck, with a hundred unread notices; its replacement gets the whole state
+            except BlockingIOError:  # stuck, and the socket is full; the replacement gets all that notices say
                 self.proc.kill()
             except OSError:
-                pass  # it has exited, and its replacement gets the whole state
+                pass  # the process has exited; the same
 
     def run_again(self) -> None:
         """Restart the exited process at the same addresses, where engines and front ends reconnect.

@@ -47,7 +47,7 @@ class WatchedProcess(Protocol):
 
 
 class WatchedManager(Protocol):
-    """The starter of the local engines.
+    """A starter of processes.
 
     Optional members are used where they exist: ``aclose()`` or ``close()``, which stop all processes;
     ``last_lines(name)``, the last lines of a process's stderr.
@@ -69,7 +69,7 @@ class ProcessExit:
         managed: Whether a watched manager started the process.
         host: The address of the process's host, which may be another host; empty: this host.
         last_line: The last line of the process's stderr, if the manager knows it and the code is not 0.
-        reason: Why the supervisor has killed the process, such as ``"hung for 30 s at a.py:41 in f, and was
+        reason: Why the process was killed, such as ``"hung for 30 s at a.py:41 in f, and was
             killed"``; empty otherwise.
     """
 
@@ -91,7 +91,7 @@ class ProcessExit:
         text = who or self.name
         if known:
             text += f" ({', '.join(known)})"
-        if self.reason:  # the stderr has the stacks of a process that was killed in this way
+        if self.reason:  # says more than the last line of the stderr
             return f"{text} {self.reason}"
         text += f" {self._manner()}"
         if not self.last_line:
@@ -128,7 +128,7 @@ class ProcessWatch(Closing):
         self._owner_pid = os.getpid()
         self._on_exit = on_exit
         self._running: dict[WatchedProcess, WatchedManager | None] = {}  # value: the process's manager
-        self._gone: weakref.WeakSet[WatchedProcess] = weakref.WeakSet()  # exited; may be added again
+        self._gone: weakref.WeakSet[WatchedProcess] = weakref.WeakSet()  # exited; adding them again is ignored
         self._descriptors: set[int] = set()
         # Processes that have exited without an exit code so far, and until when to wait for the code.
         self._due: dict[WatchedProcess, float] = {}

@@ -231,7 +231,8 @@ class Waves:
             raise ValueError(f"there is no engine {index}: there are {len(self._loads)}")
 
     def _check_wave(self, index: int, wave: int) -> None:
-        if wave > self.wave + MAX_WAVES_AHEAD:
+        # A coordinator that was restarted begins at wave 0, and learns the engines' wave from the first report.
+        if self.wave and wave > self.wave + MAX_WAVES_AHEAD:
             raise ValueError(f"engine {index} speaks of wave {wave}, and the current wave is {self.wave}")
 
     # Publications
