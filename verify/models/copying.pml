@@ -1,8 +1,8 @@
-/* A reader that the writer does not wait for: it never takes a torn or an old message, and loses none without saying so.
+/* A reader that the writer does not wait for: it never takes a torn or an old message, and reports every loss.
  *
  * One writer of N messages and one reader with slow_reader="skip", in a ring of S slots. A body has two parts, so that a
- * copy made meanwhile may be torn. The order of loads is that of the processor here; litmus_tests/copy-number.litmus
- * says what the fences are for.
+ * copy made meanwhile may be torn. Loads happen in the order of the program here; litmus_tests/copy-number.litmus says
+ * what the fences are for. Each mutation in models.toml, such as -NO_MARK, removes the lines that have its name.
  *
  *     step here       in the code
  *     pass over       readers.py LocalReaders._make_room; ends.py WriterControl.pass_over

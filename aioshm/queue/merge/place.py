@@ -26,7 +26,7 @@ Errors = Literal["raise", "yield"]
 class SharedSleep:
     """One sleep for several readers: a poller, and the parked flags of all rings.
 
-    No references to readers: the event loop may keep the poller for longer.
+    Refers to rings only during a sleep: the event loop may keep the poller for longer than the merge.
     """
 
     def __init__(self) -> None:
@@ -97,15 +97,15 @@ class Place:
         assert isinstance(queue.end, Reader)
         self.rank: int = rank
         self.reader: Reader = queue.end
-        # `Source.receive` while the reader is ready and its next message is not incomplete.
+        # `Source.receive` of a ready reader; `nothing` otherwise, and while the next message is incomplete.
         self.receive: Callable[[], Any] = nothing
         self.ready: bool = False
         self.ring: RingReader | None = None
-        # True while the next message is incomplete.
+        # True while the next message is incomplete: no look before the next wake-up.
         self.late: bool = False
         # True while this merge has the reader's call lock.
         self.entered: bool = False
-        # True if the fast path was shut before entering; such a reader goes first.
+        # True if the fast path was shut, or the queue ends: the merge takes from such a reader first.
         self.hidden: bool = False
         # The error of attaching.
         self.failure: AioshmError | None = None
@@ -134,7 +134,7 @@ class Place:
         self.ring = self._source.ring
 
     def unready(self) -> None:
-        """Note that the reader waits for a new writer, or has one."""
+        """Note that the reader has another source: a search for a writer, or the next writer."""
         self._source = self.reader.source
         self.ready = False
         self.ring = None

@@ -54,10 +54,10 @@ GOODBYE_S = 1.0
 GOODBYE_POLL_S = 0.002
 
 RETRY_S = 0.05
-"""When to repeat a greeting that could not be sent, or that the writer could not decide on."""
+"""The pause before another greeting, after one that could not be sent or that the writer could not decide on."""
 
 COMPLAINT_S = 10.0  # between two warnings of malformed messages
-_MALFORMED = "%r: dropped what no writer sends: %s"
+_MALFORMED = "%r: dropped a malformed message: %s"
 
 
 class NetworkSource(Source):
@@ -67,6 +67,7 @@ class NetworkSource(Source):
         HandleError: The handle is damaged, or not encrypted although this reader's options demand encryption.
     """
 
+    # Creates the error that follows the last message; None: the writer is there.
     gone: Callable[[], AioshmError] | None = None
 
     def __init__(
@@ -100,13 +101,13 @@ class NetworkSource(Source):
         # The writer's introduction; None: not admitted yet.
         self.welcome: wire.Welcome | None = None
         self._admitted = 0.0  # the time of the welcome, by the monotonic clock
-        self._proven = False  # data has arrived
+        self._proven = False  # a mark has arrived: the data connection works
         self._heard = 0.0  # the time of the writer's latest message, by the monotonic clock
-        self._asked = 0.0  # the time of the latest `ask_writer`
+        self._asked = 0.0  # the time of the latest greeting by `ask_writer`
         self._why_not_yet = ""  # the writer's reason for not deciding on the admission yet
         # True if the writer closed the queue, and messages that have not arrived are lost.
         self.left_behind: bool = False
-        self._resent = 0  # messages that the writer sends, or has sent, again
+        self._resent = 0  # messages dropped on arrival: duplicates, or behind a gap
         self._leaving = False
         self._released = False  # the writer does not wait for this reader
         self._handshakes = 0  # of the control connection, answered by a greeting
@@ -125,7 +126,7 @@ class NetworkSource(Source):
             self.sockets = ReaderSockets(self, self._remote, state.options)
         except OutOfDescriptors:
             raise
-        except OSError as error:
+        except OSError as error:  # a malformed address
             raise HandleError(f"not a handle: {error}") from None
         parked = memoryview(bytearray(1))  # no peer reads this flag: sockets wake the reader
         state.poller = Poller(loop, parked, Policy(may_spin=False), state.core.spin)
@@ -172,7 +173,7 @@ class NetworkSource(Source):
             self._handshakes = control.handshakes
             self._introduce()
         if control.refused or self.sockets.data_connection.refused:
-            self.give_up(lambda: HandleError(f"{self._state!r}: the writer does not let the handle's key in"))
+            self.give_up(lambda: HandleError(f"{self._state!r}: the writer refuses the handle's key"))
         self._check_writer()
 
     def receive_data(self, head: memoryview, body: memoryview | None) -> None:
@@ -374,7 +375,7 @@ class NetworkSource(Source):
     # The writer
 
     def _check_writer(self) -> None:
-        """Give the writer up if a connection was down, and the writer silent, for too long."""
+        """Give the writer up after too long without a data connection, or without control connection and message."""
         self._cancel(self._look_and_check)
         state = self._state
         sockets = self.sockets

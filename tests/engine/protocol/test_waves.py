@@ -183,6 +183,15 @@ class TestUnknownEngines:
         assert made.start(2, 0) == StartWave(0, exclude=2)
 
 
+def test_wave_far_ahead_is_believed_after_a_restart_only() -> None:
+    waves = Waves(2)
+    assert waves.start(0, 5000) == StartWave(5000, 0)
+    assert waves.wave == 5000
+    for report in (waves.start, waves.complete):
+        with pytest.raises(ValueError, match="wave 9000, and the current wave is 5000"):
+            report(1, 9000)
+
+
 class TestPublishing:
     def test_older_front_ends_get_pairs(self) -> None:
         made = waves(1, kv_cache_usage=False)
