@@ -16,6 +16,7 @@ import signal
 import struct
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic_ns
@@ -35,15 +36,15 @@ TURN_S = 0.5
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 3 * hasattr(signal, "SIGRTMAX")
 """Makes a process write its stacks, if it says so in its cell."""
 
-CELL_BYTES = 64
+CELL_BYTES = 80
 STACK_OFFSET = 4096
 ATTRIBUTE = "_aioshm_progress"
 """The attribute of ``multiprocessing.current_process()`` with the inherited descriptor."""
 FILE_NAME = "progress-of-aioshm"
 """Unlike those of queues, which begin with aioshm."""
 
-_CELL = struct.Struct("=8Q")
-_STATE, _TURNED, _SEEN, _SINCE, _EXPECTED, _REQUESTS, _WRITES_STACKS, _WAITED = range(8)
+_CELL = struct.Struct("=10Q")
+_STATE, _TURNED, _SEEN, _SINCE, _EXPECTED, _REQUESTS, _WRITES_STACKS, _WAITED, _BLOCKS, _ANNOUNCED = range(10)
 _ONE_STEP = 8
 """One step more, in the word of the state; the phase takes the bits below."""
 
@@ -52,7 +53,7 @@ class Sample(NamedTuple):
     """One reading of a cell."""
 
     phase: int
-    steps: int  # steps or calls that have begun or ended
+    steps: int  # steps, calls and blocks of `expect` that have begun or ended
     turned_ns: int  # the latest sign of life of the event loop, by the monotonic clock of the host; 0: no loop runs
     expected_s: float  # how long the present step may take, by its own word; 0: not known
     since_ns: int  # when the phase or a block of `expect` began or ended, to within `TURN_S`; 0: not known
@@ -105,11 +106,12 @@ class Cell:
 
 def parse(cell: bytes) -> Sample:
     """Return the reading of a cell's bytes."""
-    state, turned_ns, seen, since_ns, expected_ns, requests, writes_stacks, _ = _CELL.unpack(cell)
+    state, turned_ns, seen, since_ns, expected_ns, requests, writes_stacks, _, blocks, announced_ns = _CELL.unpack(cell)
     steps, phase = divmod(state, _ONE_STEP)
     if seen != state:  # begun since the latest sign of life
         since_ns = turned_ns
-    return Sample(phase, steps, turned_ns, expected_ns / 1e9, since_ns, requests, bool(writes_stacks))
+    since_ns = max(since_ns, announced_ns)
+    return Sample(phase, steps + blocks, turned_ns, expected_ns / 1e9, since_ns, requests, bool(writes_stacks))
 
 
 class Progress:
@@ -121,6 +123,7 @@ class Progress:
             memory = mmap.mmap(descriptor, STACK_OFFSET)
         self.is_watched: bool = descriptor is not None
         self._expected: dict[object, int] = {}  # by block that runs, in nanoseconds
+        self._announcing = threading.Lock()
         self.on_expect: set[Callable[[], object]] = set()
         """Called in any thread when `expect` begins and ends; they raise nothing."""
         self._words = memoryview(memory)[:CELL_BYTES].cast("Q")
@@ -136,6 +139,7 @@ class Progress:
         """Leave the cell to the parent, in a forked child."""
         self._words = memoryview(bytearray(CELL_BYTES)).cast("Q")
         self._waits = memoryview(b"")
+        self._announcing = threading.Lock()
         self.on_expect = set()
 
     def enter(self, phase: int) -> None:
@@ -155,18 +159,20 @@ class Progress:
     def expect(self, seconds: float) -> Iterator[None]:
         """See the function `expect`."""
         block = object()
-        self._expected[block] = int(1e9 * seconds)
-        self._note_expected()
+        self._announce(block, int(1e9 * seconds))
         try:
             yield
         finally:
-            del self._expected[block]  # blocks of several tasks or threads may end in any order
-            self._note_expected()
+            self._announce(block, 0)  # blocks of several tasks or threads may end in any order
 
-    def _note_expected(self) -> None:
-        self._words[_EXPECTED] = [0, *self._expected.values()][-1]
-        self.enter(self._words[_STATE] % _ONE_STEP)
-        self._see_state()
+    def _announce(self, block: object, expected_ns: int) -> None:
+        with self._announcing:  # in any thread: the state is written by the thread of the steps alone
+            self._expected.pop(block, None)
+            if expected_ns:
+                self._expected[block] = expected_ns
+            self._words[_EXPECTED] = [0, *self._expected.values()][-1]
+            self._words[_BLOCKS] += 1
+            self._words[_ANNOUNCED] = monotonic_ns()
         for notify in tuple(self.on_expect):
             notify()
 

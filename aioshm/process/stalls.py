@@ -104,7 +104,7 @@ def culprit(process: Child) -> ProcessReport:
     stacks, hint = stacks_of(pid)
     waits: tuple[Stack, ...] = ()
     with suppress(OSError, ValueError):  # another thread has closed the cell
-        if not stacks and process_state(pid) not in STOPPED_STATES:
+        if not stacks and not _is_stopped(process):
             stacks = _written_stacks(process)
             if stacks:
                 hint = ""
@@ -141,6 +141,7 @@ class Watched:
         self.health: Health = "running"
         self.where: str = ""  # while it is not running: since when, and at which line, for people
         self.judge: Judge = Judge(warning_s)
+        self.is_stopped: bool = False  # as of the last look
         self.naming: asyncio.Task[None] | None = None  # finds the line, and reports
         self.ending: bool = False
 
@@ -198,37 +199,45 @@ class ProgressWatch:
         # A watcher that was stopped, or whose loop was blocked, has not seen what the processes did meanwhile.
         elapsed_s = min(now - self._last, 2 * self._interval_s)
         self._last = now
-        late: list[Watched] = []
         for watched in list(self._watched.values()):
             sample = None if watched.process.progress is None else watched.process.progress.read()
             if sample is None or watched.process.exitcode is not None:
                 del self._watched[watched.process]
                 continue
-            if watched.judge.look(elapsed_s, sample):
+            is_still = sample == watched.judge.last
+            is_late = watched.judge.look(elapsed_s, sample)
+            was_stopped = watched.is_stopped
+            watched.is_stopped = (is_late or is_still) and _is_stopped(watched.process)
+            if was_stopped and not watched.is_stopped:
+                self._forgive(watched)
+            elif is_late:
                 self._late(watched)
-                late.append(watched)
             elif watched.health != "running":
                 logger.info("%s (pid %s) makes progress again", watched.name, watched.process.pid)
                 self._enter(watched, "running", "")
-        self._end_causes(late)
+        self._end_causes()
         self._timer = None
         if self._watched:
             self._timer = self._loop.call_later(self._interval_s, self._look)
 
+    def _forgive(self, continued: Watched) -> None:
+        """Count anew for a process that was stopped and runs again, and for the peers that have waited for it."""
+        for watched in self._watched.values():
+            if watched is continued or (watched.in_step and continued.in_step):
+                watched.judge.forgive()
+
     def _late(self, watched: Watched) -> None:
-        health = self._health(watched)
-        if watched.health == "stopped" and health == "stalled":
-            watched.judge.forgive()
-            return
+        health: Health = "stopped" if watched.is_stopped else "stalled"
         self._enter(watched, health, watched.where)
         if watched.naming is None and watched.judge.report_is_due():
             watched.naming = self._spawn(self._report(watched))
 
-    def _end_causes(self, late: list[Watched]) -> None:
+    def _end_causes(self) -> None:
         """End processes that have hung for too long."""
         restart = self._restart
         if restart is None or restart.hang_s is None:
             return
+        late = [watched for watched in self._watched.values() if watched.is_stopped or watched.judge.without_progress_s]
         causes = [watched for watched in late if not watched.in_step]
         if in_step := [watched for watched in late if watched.in_step]:
             cause = min(in_step, key=_as_cause)
@@ -242,9 +251,6 @@ class ProgressWatch:
             if restart.kill_stopped or watched.health == "stalled":
                 watched.ending = True
                 self._spawn(self._end(watched))
-
-    def _health(self, watched: Watched) -> Health:
-        return "stopped" if process_state(watched.process.pid or 0) in STOPPED_STATES else "stalled"
 
     async def _report(self, watched: Watched) -> None:
         try:
@@ -296,10 +302,14 @@ class ProgressWatch:
         return task
 
 
+def _is_stopped(process: Child) -> bool:
+    return process_state(process.pid or 0) in STOPPED_STATES
+
+
 def _as_cause(watched: Watched) -> tuple[bool, bool, int]:
     """Sort processes in lockstep by how likely each is the cause of the stalls of all."""
     assert watched.judge.last is not None
-    return (watched.health != "stopped", watched.waits, watched.judge.last.since_ns)
+    return (not watched.is_stopped, watched.waits, watched.judge.last.since_ns)
 
 
 class SelfWatch:

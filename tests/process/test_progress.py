@@ -97,6 +97,17 @@ def test_expected_durations_of_overlapping_blocks_end_with_their_blocks() -> Non
     assert own.read().expected_s == 0
 
 
+def test_expected_durations_leave_the_phase_to_the_thread_of_the_steps() -> None:
+    cell = progress.Cell()
+    own = progress.Progress(cell.fileno())
+    own.enter(BUSY)
+    state = os.pread(cell.fileno(), 8, 0)
+    with own.expect(600):
+        assert os.pread(cell.fileno(), 8, 0) == state, "a thread that was switched out might write an old phase"
+    assert own.read().steps == 3
+    cell.close()
+
+
 @pytest.mark.parametrize("seconds", [0, -1, "1", None, True, float("nan")])
 def test_expect_refuses_everything_but_seconds(seconds: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="seconds"), aioshm.progress.expect(seconds):
@@ -323,6 +334,18 @@ async def test_a_step_that_was_stopped_for_long_is_not_ended_when_it_runs_again(
         assert {health for health, _ in changes} == {"stopped", "running", "stalled"}
 
 
+async def test_a_stop_shorter_than_the_limit_does_not_count_for_the_step_that_goes_on() -> None:
+    async with watched(long_step, 60.0, restart=Restart(hang_s=2 * WARNING_S)) as (found, changes):
+        await until(lambda: found.process.progress.read().phase == BUSY)
+        os.kill(found.process.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.9 * WARNING_S)
+        os.kill(found.process.pid, signal.SIGCONT)
+        continued = time.monotonic()
+        await until(lambda: found.process.exitcode is not None)
+        assert time.monotonic() - continued >= 2 * WARNING_S
+        assert {health for health, _ in changes} == {"stalled"}
+
+
 def wait_for_peers() -> None:
     progress.own().enter(progress.WAITING)
     time.sleep(60)
@@ -353,6 +376,16 @@ async def test_of_processes_in_lockstep_that_all_wait_the_first_is_ended() -> No
     async with in_lockstep((wait_for_peers,), (wait_for_peers,)) as found:
         with watch.ProcessWatch([each.process for each in found]) as exits:
             assert len(await exits.next()) == 1
+
+
+async def test_in_lockstep_nobody_is_ended_while_one_is_stopped_nor_counts_that_time() -> None:
+    async with in_lockstep((wait_for_peers,), (long_step, 60.0), (long_step, 60.0)) as found:
+        os.kill(found[2].process.pid or 0, signal.SIGSTOP)
+        await until(lambda: found[1].judge.without_progress_s > 4 * WARNING_S)
+        os.kill(found[2].process.pid or 0, signal.SIGCONT)
+        continued = time.monotonic()
+        await until(lambda: found[0].process.exitcode != found[1].process.exitcode or found[2].process.exitcode)
+        assert time.monotonic() - continued >= 3 * WARNING_S
 
 
 def expected_step() -> None:
