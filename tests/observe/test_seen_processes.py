@@ -253,7 +253,7 @@ def test_file_that_is_not_a_cell_is_passed_over() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
 def test_process_of_another_user_is_passed_over() -> None:
-    cell = struct.pack("=8Q", BUSY, *[1] * 7)
+    cell = struct.pack("=10Q", BUSY, *[1] * 9)
     with foreign_file(cell, user=65534) as foreign, foreign_file(cell) as own:
         pids = [each.pid for each in find_processes(0.0)]
         assert (foreign in pids, own in pids) == (False, True)
