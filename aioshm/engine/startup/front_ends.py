@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -36,6 +37,7 @@ logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _LOG_INTERVAL_S = 10.0
 _MAX_PROGRESS_BYTES = 1 << 17
+_ACKNOWLEDGED_S = 1.0
 _UNBOUNDED = 0  # a stopped front end must miss nothing; memberships are small and rare
 
 
@@ -119,8 +121,14 @@ class FrontEnds(Closing):
         self._alive.discard(rank)
         self._membership.deaths.pop(rank, None)
         self._membership.health.pop(rank, None)
-        version = self._publish()
-        await self._all(lambda each: each.version >= version)  # then the engine may exit
+        self._publish()
+
+    async def acknowledged(self) -> None:
+        """Wait until all front ends know the newest membership; a front end that hangs holds this up for 1 s."""
+        version = self._membership.version
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ACKNOWLEDGED_S):
+                await self._all(lambda each: each.version >= version)
 
     async def wait_until_ready(self, timeout: float | None = None) -> None:
         version = self._membership.version
@@ -165,6 +173,7 @@ class FrontEnds(Closing):
 
     def give_up(self, error: EngineDead) -> None:
         self._publish(failure=Death(str(error), error.engine, error.pid))
+        self._changed.set()
 
     def _publish(self, **changes: object) -> int:
         """Publish the membership; return its version."""
@@ -233,8 +242,13 @@ class FrontEnds(Closing):
     # Progress of front ends
 
     async def _all(self, condition: Callable[[Progress], bool]) -> None:
-        """Wait until a condition holds for all front ends."""
-        while not all(map(condition, self._progress.values())):
+        """Wait until a condition holds for all front ends; raises `EngineDead` when no engine will come back."""
+        while True:
+            failure = self._membership.failure
+            if failure is not None:
+                raise EngineDead(failure.text, engine=failure.engine, pid=failure.pid)
+            if all(map(condition, self._progress.values())):
+                return
             await self._change()
 
     async def _change(self) -> None:

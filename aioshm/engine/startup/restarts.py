@@ -129,15 +129,19 @@ class EngineRestarts:
         return self._all if self._rules.lockstep else Unit(self._rules.restart)
 
     async def remove(self, rank: int) -> None:
-        """Stop an engine, and remove it."""
+        """Stop an engine that is no member any more; also if this is cancelled."""
         life = self.lives.pop(rank)
         if life.unit.task is not None:
             life.unit.task.cancel()
         life.exited.cancel()
         self._startup.handshake.remove(rank)
-        with suppress(ValueError):  # the first start has not begun
-            await self._manager.stop_engine(rank)
-        self._void_keys(rank)
+        try:
+            if isinstance(self._members, FrontEnds):
+                await self._members.acknowledged()
+        finally:  # also if this is cancelled: the engine is no member any more
+            with suppress(ValueError):  # the first start has not begun
+                await self._manager.stop_engine(rank)
+            self._void_keys(rank)
 
     def ready(self, rank: int) -> None:
         """Note that an engine has said READY."""

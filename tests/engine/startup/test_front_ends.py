@@ -7,12 +7,13 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from served_engine import Engine, ask, collected, stop, until
 from startups import starting
 from supervised import LOOPBACK, MANY, api_servers, front_end, pids, serve
@@ -28,6 +29,7 @@ from aioshm.engine import (
     Restart,
     run_engine_core,
 )
+from aioshm.engine.protocol.messages import Progress, encode
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.errors import EngineDead, RoleError
 
@@ -170,7 +172,12 @@ async def supervised(
         layout = {"addresses": addresses, "handshake_address": LOOPBACK, "membership_address": LOOPBACK}
         options["client"] = ClientOptions(keys=keys)
     async with EngineSupervisor(
-        serve, count, num_api_servers=2, restart=MANY, layout=EngineLayout(coordinator=False, **layout), **options
+        serve,
+        count,
+        num_api_servers=2,
+        restart=options.pop("restart", MANY),
+        layout=EngineLayout(coordinator=False, **layout),
+        **options,
     ) as supervisor:
         async with (
             front_end(supervisor, 0, keys=keys) as one,
@@ -243,6 +250,48 @@ async def test_front_ends_learn_the_cause_of_a_death(secure: bool, tmp_path: Pat
             await until(lambda client=client: client._link.dead is not None)
             with pytest.raises(EngineDead, match="engine 1 is in a crash loop"):
                 client.submit(ask("b"))
+
+
+@contextmanager
+def hanging_front_end(supervisor: EngineSupervisor) -> Iterator[None]:
+    """Connect a front end that never says which membership it knows."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(supervisor.launch.membership_address or "")
+        dealer.send(encode(Progress()))
+        yield
+
+
+async def test_front_end_that_hangs_holds_up_no_scaling_with_a_timeout() -> None:
+    async with supervised(3) as (supervisor, clients):
+        members = supervisor.launch.front_ends
+        assert members is not None
+        with hanging_front_end(supervisor):
+            await until(lambda: len(members) == 3)
+            await asyncio.wait_for(supervisor.scale(2, timeout=0.01), 20)
+            gone = pids(supervisor)[1]
+            going = asyncio.create_task(supervisor.scale(1, timeout=0.01))
+            await until(lambda: members.ranks == [0])
+            going.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await going
+            assert not os.path.exists(f"/proc/{gone}")
+        await supervisor.scale(2)
+        await supervisor.scale(1)
+        assert [client.ranks for client in clients] == [[0], [0]]
+
+
+async def test_waits_for_front_ends_end_with_a_crash_loop() -> None:
+    async with supervised(2, restart=Restart(max_restarts=0)) as (supervisor, _):
+        with hanging_front_end(supervisor):
+            members = supervisor.launch.front_ends
+            await until(lambda: len(members or ()) == 3)
+            calls = (supervisor.wait_until_ready, supervisor.pause, supervisor.resume, lambda: supervisor.scale(1))
+            waiting = [asyncio.create_task(call()) for call in calls]
+            await asyncio.sleep(0)
+            stop(pids(supervisor)[1])
+            for result in await asyncio.gather(*waiting, *(call() for call in calls), return_exceptions=True):
+                assert isinstance(result, EngineDead)
+                assert "engine 1 is in a crash loop" in str(result)
 
 
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
