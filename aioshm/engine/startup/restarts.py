@@ -95,6 +95,7 @@ class EngineRestarts:
         self._tasks: set[asyncio.Task[None]] = set()
         self._all = Unit(rules.restart)  # in lockstep
         self._coordinator_life = Life(0, rules.restart)
+        self._restarting_coordinator = asyncio.Lock()
         for process in self._manager.processes:
             rank = engine_index(process.name)
             assert rank is not None
@@ -266,8 +267,7 @@ class EngineRestarts:
         await asyncio.sleep(delay)
         coordinator = self._launch.coordinator
         if coordinator is not None and self._rules.lockstep:  # its count of waves is void
-            await ashutdown([coordinator.proc], 0)
-            await self._restart_coordinator(coordinator)
+            return await self._restart_coordinator(coordinator, "")
         return True
 
     async def _start(self, life: EngineLife) -> None:
@@ -304,26 +304,32 @@ class EngineRestarts:
     async def _bring_back_coordinator(self, found: ProcessExit) -> None:
         coordinator = self._launch.coordinator
         assert coordinator is not None
-        if self._all.fallen is not None or coordinator.proc.pid != found.pid:
-            return  # the coordinator is restarted with all engines, or was
+        if self._all.fallen is None and coordinator.proc.pid == found.pid:
+            await self._restart_coordinator(coordinator, found.describe())
+        # Else the coordinator is restarted with all engines, or was.
+
+    async def _restart_coordinator(self, coordinator: DPCoordinator, cause: str) -> bool:
+        """Restart the coordinator after its death, or with an empty cause a living one; False: a crash loop."""
 
         async def start() -> str:
-            if coordinator.proc.exitcode is None:
-                return ""  # it was restarted with all engines meanwhile
             try:
-                await self._restart_coordinator(coordinator)
+                await in_thread(coordinator.run_again)
             except Exception as error:
                 return str(error)
+            self._watch.add([coordinator.proc])
+            self._launch.watch(coordinator.proc)
             return ""
 
-        life = self._coordinator_life
-        if not await life.bring_back(found.describe(), start):
+        async with self._restarting_coordinator:
+            if not cause:
+                await ashutdown([coordinator.proc], 0)
+            elif coordinator.proc.exitcode is None:
+                return True  # restarted with all engines meanwhile
+            life = self._coordinator_life
+            if await life.bring_back(cause, start):
+                return True
             self._give_up(f"the coordinator is in a crash loop: {life.history.story}", None)
-
-    async def _restart_coordinator(self, coordinator: DPCoordinator) -> None:
-        await in_thread(coordinator.run_again)
-        self._watch.add([coordinator.proc])
-        self._launch.watch(coordinator.proc)
+            return False
 
     # Failure
 

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -237,6 +238,35 @@ async def test_coordinator_that_dies_while_engines_in_lockstep_start_is_restarte
         await supervisor.wait_until_ready(30)
         await until(lambda: coordinator.proc is not victim)
         assert len(await collected(supervisor.client.submit(ask("a", 3)))) == 3
+
+
+async def test_engines_in_lockstep_that_die_while_their_coordinator_starts_are_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with EngineSupervisor(serve, 2, restart=MANY, lockstep=True, kwargs={"lockstep": True}) as supervisor:
+        coordinator = supervisor.launch.coordinator
+        assert coordinator is not None
+        victim = coordinator.proc
+        run_again = coordinator.run_again
+        starts: list[str] = []
+
+        def recorded() -> None:
+            starts.append("begin")
+            try:
+                run_again()
+            finally:
+                time.sleep(0.1)
+                starts.append("end")
+
+        monkeypatch.setattr(coordinator, "run_again", recorded)
+        stop(victim.pid or 0)
+        await until(lambda: coordinator.proc is not victim)  # and is not bound yet
+        for pid in pids(supervisor):
+            stop(pid)
+        await until(lambda: len(supervisor.client.deaths) == 2)
+        await supervisor.wait_until_ready(30)
+        assert len(await collected(supervisor.client.submit(ask("a", 3)))) == 3
+        assert starts == ["begin", "end"] * 2
 
 
 @pytest.mark.parametrize("turns", [3, *(pytest.param(turns, marks=pytest.mark.slow) for turns in (0, 10))])
