@@ -11,6 +11,7 @@ import socket
 import stat
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import util
@@ -92,11 +93,13 @@ def secure_directory(directory: Path) -> None:
 def _sweep(directory: Path) -> None:
     """Remove socket files of killed processes: no socket is bound to these files."""
     for path in directory.iterdir():
-        try:
+        with suppress(OSError):
             if stat.S_ISSOCK(path.lstat().st_mode) and not _is_bound(path):
-                path.unlink(missing_ok=True)
-        except OSError:
-            continue
+                aside = path.rename(directory / f"-{threading.get_native_id()}")
+                if _is_bound(aside):  # since just now: a restarted process has the same address
+                    aside.rename(path)
+                else:
+                    aside.unlink()
 
 
 def sweep_leftovers() -> None:

@@ -41,7 +41,6 @@ LONGEST_INTERVAL_S = 3600.0
 
 _NAMED_AT_A_TIME = 8
 """How many processes are named at a time: each takes a thread, and with py-spy a process."""
-_EXITED_STATES = ("zombie", "dead", "gone")
 _DUMP_WITHIN_S = 1.0
 _DUMP_STEP_S = 0.02
 _ENDS_WITHIN_S = 1.0
@@ -256,8 +255,8 @@ class ProgressWatch:
         try:
             found = await self._culprit(watched)
             seconds = watched.judge.without_progress_s
-            if not seconds or watched.process not in self._watched or found.process.state in _EXITED_STATES:
-                return  # it moves again, or has exited
+            if not seconds or watched.process not in self._watched or watched.process.exitcode is not None:
+                return  # it moves again, or has exited: its death may be known already
             waits = ", waits for its peers" if watched.waits else ""
             where = f"no progress for {seconds:.0f} s{waits}: {found.describe()}"
             self._enter(watched, watched.health, where)

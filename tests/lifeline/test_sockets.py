@@ -18,6 +18,7 @@ import pytest
 
 from aioshm.config import Options
 from aioshm.errors import SharedMemoryError
+from aioshm.lifeline import sockets
 from aioshm.lifeline.sockets import (
     QuietSocket,
     new_address,
@@ -116,6 +117,24 @@ class TestDirectory:
 
 
 class TestSweep:
+    def test_leaves_one_that_is_bound_again_meanwhile(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def restart(path: Path) -> bool:
+            found = is_bound(path)
+            if not restarted:
+                path.unlink()
+                restarted.append(bound(path, listening=True, age_s=0))
+            return found
+
+        is_bound = sockets._is_bound
+        monkeypatch.setattr(sockets, "_is_bound", restart)
+        restarted: list[socket.socket] = []
+        bound(base / "coordinator", listening=False, age_s=0).close()
+        address_in(base)
+        with restarted[0], socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(base / "coordinator"))
+        address_in(base)
+        assert not list(base.iterdir())
+
     def test_leaves_those_whose_backlog_is_full(self, base: Path) -> None:
         callers = []
         with bound(base / "busy", listening=True, age_s=3600):

@@ -406,16 +406,18 @@ def call(function: Callable[..., None], *args: object) -> None:
     function(*args)
 
 
+@pytest.mark.parametrize("before", [True, False])
 async def test_a_process_that_exits_while_its_line_is_found_is_not_reported(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    before: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exit_first(process: Child) -> ProcessReport:
+    def exit_meanwhile(process: Child) -> ProcessReport:
+        report = None if before else culprit(process)
         os.kill(process.pid or 0, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOWAIT)
-        return culprit(process)
+        return report or culprit(process)
 
     culprit = stalls.culprit
-    monkeypatch.setattr(stalls, "culprit", exit_first)
+    monkeypatch.setattr(stalls, "culprit", exit_meanwhile)
     monkeypatch.setattr(stalls, "LOOK_S", 0.1)
     async with watched(long_step, 60.0) as (found, changes):
         await until(lambda: found.process.exitcode is not None and found.naming is None)

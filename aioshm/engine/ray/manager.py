@@ -17,7 +17,7 @@ from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.ray.cluster import EngineNeeds
 from aioshm.engine.security.keys import EngineKeys, keys_to_hand_over
 from aioshm.errors import EngineDead, EngineStartupError, RoleError
-from aioshm.process.background import completed, in_thread
+from aioshm.process.background import completed, give_back, in_thread
 from aioshm.process.placement import Placement, check_placement
 from aioshm.process.watch import ProcessWatch
 
@@ -432,7 +432,7 @@ class CoreEngineActorManager(Closing, AsyncClosing):
     async def aclose(self) -> None:
         """Close, without blocking the loop. Idempotent; finishes also when cancelled."""
         if self._closing is None:
-            self._closing = asyncio.create_task(in_thread(self.close), name="aioshm-engine-actors-close")
+            self._closing = asyncio.create_task(give_back(self.close), name="aioshm-engine-actors-close")
         await completed(self._closing)
         self._closing.result()
 

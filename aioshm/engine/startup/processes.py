@@ -15,7 +15,7 @@ from aioshm.engine.client.liveness import engine_of
 from aioshm.engine.protocol.addresses import CoreEngine, StartupProgress, engine_index
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
 from aioshm.errors import EngineStartupError, HandshakeError
-from aioshm.process.background import in_thread
+from aioshm.process.background import give_back
 from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.placement import Placement, check_placement, place_of
@@ -249,4 +249,4 @@ async def close_any(manager: Any) -> None:
     if hasattr(manager, "aclose"):
         await manager.aclose()
     elif hasattr(manager, "close"):
-        await in_thread(manager.close)
+        await give_back(manager.close)

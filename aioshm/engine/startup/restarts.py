@@ -17,8 +17,8 @@ from aioshm.engine.protocol.addresses import CoreEngine, engine_index
 from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch
-from aioshm.errors import EndClosed, EngineDead
-from aioshm.process.background import in_thread
+from aioshm.errors import EndClosed, EngineDead, copy_error
+from aioshm.process.background import give_back, in_thread
 from aioshm.process.child import Child
 from aioshm.process.proc import STOPPED_STATES, process_state
 from aioshm.process.restart import Health, Life, RankInfo, Restart, RestartHistory
@@ -52,7 +52,6 @@ class EngineLife(Life):
 
     def begin(self) -> None:
         """Expect the READY and the exit of a new process."""
-        self.ends_by_hand: bool = False  # see `EngineRestarts.restart`
         self.health: tuple[Health, str] = ("running", "")  # the present one, and where it is
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = loop.create_future()
@@ -74,6 +73,7 @@ class Unit:
         self.history: RestartHistory = RestartHistory(restart)
         self.lives: list[EngineLife] = []
         self.fallen: EngineLife | None = None  # the first to die since the engines were started
+        self.ends_by_hand: bool = False  # since then, see `EngineRestarts.restart`; in lockstep a peer may fall first
         self.task: asyncio.Task[None] | None = None  # starts the engines
 
     @property
@@ -114,9 +114,16 @@ class EngineRestarts:
         self._watch.close()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         for life in self.lives.values():
             life.exited.cancel()  # nobody will see the exit: `restart` waits no longer
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def check(self) -> None:
+        """Raise the failure, or that this was closed."""
+        if self.failure is not None:
+            raise copy_error(self.failure)
+        if self.failed.is_set():
+            raise EndClosed("the supervisor of engines was closed")
 
     def add(self, rank: int) -> asyncio.Task[None]:
         """Add an engine, and return the task of its start."""
@@ -140,9 +147,11 @@ class EngineRestarts:
             if isinstance(self._members, FrontEnds):
                 await self._members.acknowledged()
         finally:  # also if this is cancelled: the engine is no member any more
-            with suppress(ValueError):  # the first start has not begun
-                await self._manager.stop_engine(rank)
-            self._void_keys(rank)
+            try:
+                with suppress(ValueError):  # the first start has not begun
+                    await self._manager.stop_engine(rank)
+            finally:
+                self._void_keys(rank)
 
     def ready(self, rank: int) -> None:
         """Note that an engine has said READY."""
@@ -154,15 +163,15 @@ class EngineRestarts:
 
     async def restart(self, life: EngineLife) -> None:
         """Replace the process of an engine, or wait for the replacement that is under way."""
-        if life.is_alive and not life.ends_by_hand:
-            life.ends_by_hand = True
+        if life.is_alive and not life.unit.ends_by_hand:
+            life.unit.ends_by_hand = True
             process = next(each for each in self._manager.processes if engine_index(each.name) == life.rank)
             process.reason = "was ended, to be restarted"
             # SIGTERM is useless to a process that hangs.
             timeout = self._rules.shutdown_timeout if life.state == "running" else 0
             # A task of its own: a cancelled `ashutdown` kills.
             self._spawn(_end(process, timeout), f"end-of-engine-{life.rank}")
-        if life.ends_by_hand:
+        if life.unit.ends_by_hand:
             await asyncio.wait([life.exited])
         if life.unit.task is not None:
             await asyncio.wait([life.unit.task])
@@ -187,7 +196,7 @@ class EngineRestarts:
         if restart.hang_s is None or seconds < restart.hang_s or actor.reason or (stopped and not restart.kill_stopped):
             return
         actor.reason = f"hung for {seconds:.0f} s, and was killed"
-        self._spawn(in_thread(actor.kill), f"hung-engine-{rank}")
+        self._spawn(_end(actor, 0), f"hung-engine-{rank}")
 
     # Exits
 
@@ -240,6 +249,7 @@ class EngineRestarts:
         """Start the engines of a unit, until all of them are ready."""
         while unit.fallen is None or await self._may_start_again(unit, unit.fallen):
             unit.fallen = None
+            unit.ends_by_hand = False
             await asyncio.gather(*map(self._start, unit.lives))
             if unit.fallen is None:
                 return
@@ -250,7 +260,7 @@ class EngineRestarts:
         if self._rules.lockstep:
             text = f"{fallen.cause}; restarting all engines"
         delay: float | None = 0.0
-        if fallen.ends_by_hand:
+        if unit.ends_by_hand:
             unit.history.restarts += 1
         else:
             delay = unit.history.died(asyncio.get_running_loop().time(), fallen.cause)
@@ -358,4 +368,4 @@ async def _end(process: Child | EngineActor, timeout: float) -> None:
     if isinstance(process, Child):
         await ashutdown([process], timeout)
     else:
-        await in_thread(process.kill)
+        await give_back(process.kill)

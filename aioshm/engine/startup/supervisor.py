@@ -19,7 +19,7 @@ from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
 from aioshm.engine.startup.options import EngineLayout
 from aioshm.engine.startup.restarts import EngineLife, EngineRestarts, RestartRules
 from aioshm.engine.stats import EngineSupervisorStats
-from aioshm.errors import EndClosed, EngineDead, RoleError, copy_error
+from aioshm.errors import EngineDead, RoleError
 from aioshm.process.background import notify_soon
 from aioshm.process.placement import check_placement
 from aioshm.process.restart import RankInfo, Restart
@@ -75,6 +75,7 @@ class EngineSupervisor(AsyncClosing):
     ) -> None:
         self._stack: AsyncExitStack | None = None
         self._closed = False
+        self._closing = asyncio.Lock()
         if "wait" in options:
             raise TypeError("wait is the supervisor's own, and cannot be given")
         client = options.pop("client", None) or ClientOptions()
@@ -169,10 +170,7 @@ class EngineSupervisor(AsyncClosing):
         """
         restarts = self._open()
         await restarts.failed.wait()
-        failure = restarts.failure
-        if failure is None:
-            raise EndClosed("the supervisor of engines was closed")
-        raise copy_error(failure)
+        restarts.check()
 
     join_first = wait  # for `wait_for_completion_or_failure`
 
@@ -188,8 +186,9 @@ class EngineSupervisor(AsyncClosing):
         self._closed = True
         stack = self._stack
         self._stack = None
-        if stack is not None:
-            await stack.aclose()
+        async with self._closing:
+            if stack is not None:
+                await stack.aclose()
 
     def __del__(self) -> None:
         if getattr(self, "_stack", None) is not None:
@@ -237,10 +236,7 @@ class EngineSupervisor(AsyncClosing):
         except TimeoutError:
             late = next((each for each in (life, *restarts.lives.values()) if not each.is_alive), life)
             raise TimeoutError(f"engine {late.rank} does not serve after {timeout} s: it is {late.state}") from None
-        if restarts.failure is not None:
-            raise copy_error(restarts.failure)
-        if restarts.failed.is_set():
-            raise EndClosed("the supervisor of engines was closed")
+        restarts.check()
 
     # More engines, or fewer
 
@@ -256,6 +252,7 @@ class EngineSupervisor(AsyncClosing):
 
         Raises:
             EngineDead: A crash loop.
+            QueueClosed: The supervisor was closed.
             RoleError: The engines are in lockstep, or some are not this process', or other clients have them, or there
                 are fewer given placement groups.
             TypeError, ValueError: An argument is invalid, or the placement fails for a new engine.
@@ -284,7 +281,8 @@ class EngineSupervisor(AsyncClosing):
                 self._scale_coordinator()
                 starting.append(restarts.add(rank))
             if starting:
-                await asyncio.gather(*map(asyncio.shield, starting))
+                await asyncio.wait(starting)
+                restarts.check()
                 await members.wait_until_ready(self._rules.start_timeout)
 
     # The pause

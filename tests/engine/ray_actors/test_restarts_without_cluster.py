@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from aioshm.engine.ray import actor as acting
 from aioshm.engine.ray import cluster
 from aioshm.engine.ray import manager as managing
 from aioshm.engine.ray.cluster import Node
+from aioshm.engine.startup import restarts
 from aioshm.errors import EngineDead, EngineStartupError, RoleError
 
 NEEDS = EngineNeeds()
@@ -236,6 +237,20 @@ async def test_failure_at_the_last_moment_is_raised(managed: Managed, monkeypatc
     monkeypatch.setattr(acting.EngineActor, "ended", property(ended))
     with pytest.raises(EngineDead, match="exited with code 1\nout of memory"):
         await manager.join_first()
+
+
+async def test_actors_are_killed_where_no_thread_can_be_started(
+    ray: Ray, managed: Managed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    manager = managed("a", "b")
+    monkeypatch.setattr(Thread, "start", refuse)
+    await restarts._end(manager.actors[1], 0)  # as a supervisor does with an actor that hangs
+    assert ray.killed == [1]
+    await manager.aclose()
+    assert ray.killed == [1, 0, 1]
 
 
 def test_given_groups_are_not_replaced(ray: Ray, managed: Managed) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -294,12 +294,18 @@ def serve_slow_to_end(handshake_address: str, dp_rank: int, local_dp_rank: int, 
 
 
 @asynccontextmanager
-async def ending(tmp_path: Path, count: int) -> AsyncIterator[tuple[EngineSupervisor, asyncio.Task[None]]]:
-    """Supervise engines, and restart the last one; its process is in its shutdown."""
-    layout = EngineLayout(coordinator=False, shutdown_timeout=30)
+async def ending(
+    tmp_path: Path,
+    count: int,
+    end: Callable[[EngineSupervisor], Coroutine[Any, Any, None]] | None = None,
+    **options: Any,
+) -> AsyncIterator[tuple[EngineSupervisor, asyncio.Task[None]]]:
+    """Supervise engines, and restart the last one, or ``end`` it otherwise; its process is in its shutdown."""
     path = tmp_path / "shutdown"
-    async with supervised(count, serve=serve_slow_to_end, layout=layout, kwargs={"path": str(path)}) as supervisor:
-        restarting = asyncio.create_task(supervisor.restart(count - 1))
+    options |= {"layout": EngineLayout(coordinator=False, shutdown_timeout=30), "kwargs": {"path": str(path)}}
+    async with supervised(count, serve=serve_slow_to_end, **options) as supervisor:
+        end = end or (lambda supervisor: supervisor.restart(count - 1))
+        restarting = asyncio.create_task(end(supervisor))
         await until(path.exists)
         yield supervisor, restarting
 
@@ -314,18 +320,47 @@ async def test_cancelled_restart_leaves_an_engine_the_time_to_end(tmp_path: Path
         assert supervisor.engines[0].restarts == 1
 
 
-@pytest.mark.parametrize("by", ["scale", "aclose"])
+@pytest.mark.parametrize("by", ["scale", "aclose", "cancelled aclose"])
 async def test_restart_of_an_engine_that_is_stopped_meanwhile_ends(by: str, tmp_path: Path) -> None:
     async with ending(tmp_path, 2) as (supervisor, restarting):
         if by == "scale":
             await supervisor.scale(1)
             expected = pytest.raises(RoleError, match="engine 1 was stopped by scale")
         else:
-            await supervisor.aclose()
+            closing = asyncio.create_task(supervisor.aclose())
+            await asyncio.sleep(0)
+            if by == "cancelled aclose":
+                closing.cancel()
+            await asyncio.wait([closing])
             expected = pytest.raises(QueueClosed)  # type: ignore[assignment]
         with expected:
             async with asyncio.timeout(10):
                 await restarting
+
+
+async def test_peer_that_dies_of_a_restart_by_hand_counts_for_no_crash_loop(tmp_path: Path) -> None:
+    restart = Restart(max_restarts=0)
+    async with ending(tmp_path, 2, restart=restart, lockstep=True) as (supervisor, restarting):
+        stop(pids(supervisor)[0])  # as after a failed collective
+        await restarting
+        assert [info.restarts for info in supervisor.engines] == [1, 1]
+
+
+async def test_second_aclose_returns_after_the_first(tmp_path: Path) -> None:
+    async with ending(tmp_path, 1, EngineSupervisor.aclose) as (supervisor, _):
+        await supervisor.aclose()
+        assert (tmp_path / "shutdown.done").exists()
+
+
+async def test_cancelled_scaling_refuses_the_keys_of_a_killed_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ending(tmp_path, 2, lambda supervisor: supervisor.scale(1)) as (supervisor, scaling):
+        void: list[tuple[int, int]] = []
+        monkeypatch.setattr(supervisor.launch.startup, "void_keys", lambda *key: void.append(key))
+        scaling.cancel()
+        await asyncio.wait([scaling])
+        assert void == [(1, 1)]
 
 
 # API servers, their clients, and coordinators

@@ -287,6 +287,17 @@ async def test_closing_at_any_moment_of_a_restart_leaves_nothing(turns: int) -> 
     await supervisor.aclose()
 
 
+async def test_closing_ends_scaling_with_an_error(tmp_path: Path) -> None:
+    stuck = tmp_path / "stuck"
+    options = {"layout": EngineLayout(coordinator=False), "kwargs": {"stuck": str(stuck)}}
+    async with EngineSupervisor(serve_one_by_one, 1, **options) as supervisor:
+        stuck.touch()
+        scaling = asyncio.create_task(supervisor.scale(2))
+        await until(lambda: [info.state for info in supervisor.engines] == ["running", "starting"])
+    with pytest.raises(QueueClosed):
+        await scaling
+
+
 async def test_the_first_start_is_tried_once(tmp_path: Path) -> None:
     crash = tmp_path / "crash"
     crash.touch()
