@@ -166,6 +166,11 @@ class EngineClient(AsyncClosing):
         """
         return self._link.pause.order.mode or None
 
+    def serves(self, rank: int) -> bool:
+        """Return whether an engine has registered, and is not dead; for the handshake."""
+        engine = self._link.engines.get(rank)
+        return engine is not None and engine.registration is not None
+
     def pause_order(self) -> PauseOrder:
         """Return the newest order to pause or to resume, for engines that start."""
         return self._link.pause.order

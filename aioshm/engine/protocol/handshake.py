@@ -8,7 +8,8 @@
 
 Every message is one frame, a MessagePack map. Fields that are not known here are kept. A message that is lost in a
 connection that breaks is not sent again: the startup ends after its timeout. A second HELLO comes from another process
-with the same rank.
+with the same rank. With restarts allowed, the HELLO of an engine of another host starts the handshake anew, unless a
+process with that rank serves.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class FrontEndHandshake:
         hello: The HELLO of each engine, by rank.
         ready: The READY of each engine, by rank.
         pause_order: Returns the order to pause that is in force, for engines that start.
+        serves: Returns whether front ends have an engine with this rank; called for engines of other hosts only.
 
     Raises:
         TypeError: MessagePack cannot encode ``parallel_config`` or ``addresses``.
@@ -113,6 +115,7 @@ class FrontEndHandshake:
         self.hello: dict[int, dict[str, Any]] = {}
         self.ready: dict[int, dict[str, Any]] = {}
         self.pause_order: Callable[[], PauseOrder] = lambda: NO_ORDER
+        self.serves: Callable[[int], bool] = lambda _: False
         self._restarts = False
         self._early: dict[int, Sequence[bytes]] = {}  # of engines whose predecessors are not known to be dead
         self.addresses: EngineZmqAddresses = addresses
@@ -173,7 +176,7 @@ class FrontEndHandshake:
         if rank not in self.engines:
             raise self._unknown(identity, rank)
         engine = self.engines[rank]
-        if self._restarts and engine.state is CoreEngineState.READY:
+        if self._restarts and engine.state is CoreEngineState.READY and self._is_taken(engine):
             self._early[engine.index] = frames
             return None
         return self._receive(engine, frames)
@@ -184,6 +187,9 @@ class FrontEndHandshake:
             raise _refused(engine.index, state, f"a message of {len(frames)} payload frames", "one")
         fields, message = self._parse(engine, frames[0])
         self._check_place(engine, message)
+        if message.status == "HELLO" and self._restarts and not self._is_taken(engine):
+            self.forget(engine.index)  # the process of an earlier HELLO is dead, or was replaced
+            state = engine.state
         if message.status != _NEXT[state]:
             found = f"{message.status} came"
             hint = ""
@@ -210,6 +216,15 @@ class FrontEndHandshake:
         self.forget(index)
         return self._early.pop(index, None)
 
+    def released(self) -> dict[int, Sequence[bytes]]:
+        """Return the kept messages from other hosts for ranks without a serving engine, by rank."""
+        ranks = [rank for rank in self._early if not self._is_taken(self.engines[rank])]
+        return {rank: self._early.pop(rank) for rank in ranks}
+
+    def _is_taken(self, engine: CoreEngine) -> bool:
+        """Whether a replacement waits for `expect`, or for the end of the process that serves."""
+        return engine.local or self.serves(engine.index)
+
     def forget(self, index: int) -> None:
         """Reset an engine to NEW: its sender has left, and another may come."""
         self.hello.pop(index, None)
@@ -228,7 +243,7 @@ class FrontEndHandshake:
 
     def remove(self, index: int) -> None:
         """Expect an engine no more."""
-        self.forget(index)
+        self.expect(index)
         del self.engines[index]
 
     def _parse(self, engine: CoreEngine, payload: bytes) -> tuple[dict[str, Any], _FromEngine]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any
 
@@ -313,7 +313,9 @@ class EngineStartupCoordinator(AsyncClosing):
         return report
 
     def stay_open(self, on_ready: Callable[[int], object]) -> EngineStartupCoordinator:
-        """Shake hands with restarted engines, until the startup is closed; call `expect` when an engine has died.
+        """Shake hands with restarted engines, until the startup is closed.
+
+        Call `expect` when a local engine has died, and `retry` when front ends have lost an engine of another host.
 
         From then on a refused message is logged, and ends nothing; an engine without an answer gives up.
 
@@ -335,10 +337,18 @@ class EngineStartupCoordinator(AsyncClosing):
         return self
 
     def expect(self, index: int) -> None:
-        """Admit the replacement of a dead engine. A HELLO that has come already is answered."""
+        """Admit the replacement of a dead local engine. A HELLO that has come already is answered."""
         early = self.handshake.expect(index)
         if early is not None:
-            self.take(self.handshake.engines[index].identity, list(early), f"engine {index}")
+            self._answer_early(index, early)
+
+    def retry(self) -> None:
+        """Answer each HELLO from another host that has waited for the death of the former engine."""
+        for index, early in self.handshake.released().items():
+            self._answer_early(index, early)
+
+    def _answer_early(self, index: int, early: Sequence[bytes]) -> None:
+        self.take(self.handshake.engines[index].identity, list(early), f"engine {index}")
 
     def void_keys(self, index: int, incarnation: int) -> None:
         """Refuse the keys of an engine's earlier incarnations."""
@@ -381,6 +391,8 @@ class EngineStartupCoordinator(AsyncClosing):
         try:
             reply = self.handshake.receive(identity, frames)
             if reply is not None:
+                if engine is not None and before is not CoreEngineState.NEW:
+                    logger.warning("engine %d says HELLO again, from %s: its handshake starts anew", index, sender)
                 self._router.answer(reply)
         except HandshakeError as error:
             error.args = (f"{error}; it came from {sender}",)

@@ -58,6 +58,7 @@ class FrontEnds(Closing):
         self._names: dict[int, bytes] = {}  # ZeroMQ identities, by connection number
         self._progress: dict[int, Progress] = {}  # by connection number
         self._changed = asyncio.Event()
+        self.on_loss: Callable[[], object] | None = None  # an engine may have lost its last front end
         self._limiter = LogLimiter(_LOG_INTERVAL_S)
         protection = Protection.of_front_end([address], (), keys=keys, secure=secure)
         self._bound = BoundSockets(protection)
@@ -167,6 +168,8 @@ class FrontEnds(Closing):
 
     def returned(self, rank: int) -> None:
         """Note that an engine is ready, and stop publishing its death."""
+        if rank not in self._membership.engines:  # another host has its front ends
+            return
         self._alive.add(rank)
         if self._membership.deaths.pop(rank, None) is not None:
             self._publish()
@@ -241,6 +244,11 @@ class FrontEnds(Closing):
 
     # Progress of front ends
 
+    def serves(self, rank: int) -> bool:
+        """Return whether all front ends have an engine; the first to lose the engine notices a death."""
+        known = [each for each in self._progress.values() if each.version]
+        return rank in self.ranks and bool(known) and all(rank not in each.missing for each in known)
+
     async def _all(self, condition: Callable[[Progress], bool]) -> None:
         """Wait until a condition holds for all front ends; raises `EngineDead` when no engine will come back."""
         while True:
@@ -278,8 +286,13 @@ class FrontEnds(Closing):
             self._left(connection)
         elif known is None or not progress.version:
             self._send(connection)
-        self._changed.set()
+        self._note_change()
 
     def _left(self, connection: int) -> None:
         if self._progress.pop(connection, None) is not None:
-            self._changed.set()
+            self._note_change()
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        if self.on_loss is not None:
+            self.on_loss()

@@ -273,6 +273,7 @@ async def launch_core_engines(
         for members in (engine_client, front_ends):
             if members is not None:
                 shaking.handshake.pause_order = members.pause_order
+                shaking.handshake.serves = members.serves
         arguments = {**(kwargs or {}), **resolved.engine_arguments(shaking.handshake_address)}
         manager: CoreEngineProcManager | CoreEngineActorManager
         if layout.backend == "ray":

@@ -104,6 +104,8 @@ class EngineRestarts:
         if isinstance(self._members, EngineClient):
             self._members.supervise_heartbeats(rules.restart.hang_s, self._late)
         self._startup = launch.startup.stay_open(self.ready)
+        if isinstance(self._members, FrontEnds):
+            self._members.on_loss = self._startup.retry
         self._watch = ProcessWatch(manager=self._manager, on_exit=self._process_exited)
         if launch.coordinator is not None:
             self._watch.add([launch.coordinator.proc])

@@ -324,9 +324,8 @@ class EngineSupervisor(AsyncClosing):
 
     def _engine_changed(self, rank: int, error: EngineDead | None) -> None:
         """Admit the replacement of a dead engine of another host, which is restarted there."""
-        restarts = self._restarts
-        if error is not None and restarts is not None and rank not in restarts.lives:
-            self._launch.startup.expect(rank)
+        if error is not None and self._restarts is not None:
+            self._launch.startup.retry()
 
     def _members(self) -> EngineClient | FrontEnds:
         members = self.launch.members

@@ -215,6 +215,30 @@ def test_hello_of_a_successor_waits_for_the_death_of_its_predecessor() -> None:
     assert front.expect(1) is None
 
 
+@pytest.mark.parametrize("state", [CONNECTED, READY])
+def test_hello_from_another_host_starts_anew_unless_its_rank_serves(state: CoreEngineState) -> None:
+    front = front_end(CoreEngine(1, local=False))
+    hello_there = hello(local=False, headless=True)
+    for frames in (hello_there, ready(local=False, headless=True))[: 1 if state is CONNECTED else 2]:
+        front.receive(b"\x01\0", frames)
+    with pytest.raises(HandshakeError, match="HELLO came again"):
+        front.receive(b"\x01\0", hello_there)
+    front.allow_restarts()
+    front.serves = lambda rank: rank == 1
+    if state is READY:
+        assert front.receive(b"\x01\0", hello_there) is None
+        assert front.released() == {}
+        front.serves = lambda _: False
+        assert front.released() == {1: hello_there}
+        assert front.released() == {}
+    front.serves = lambda _: False
+    with pytest.raises(HandshakeError, match="says that it is local"):
+        front.receive(b"\x01\0", hello())
+    assert front.engines[1].state is state
+    assert front.receive(b"\x01\0", hello_there) is not None
+    assert front.engines[1].state is CONNECTED
+
+
 class TestRefusals:
     def test_refusal_names_engine_state_and_expectation_and_changes_nothing(self) -> None:
         for state, frames, text in REFUSED:

@@ -7,8 +7,8 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from supervised import LOOPBACK, MANY, api_servers, front_end, pids, serve
 
 from aioshm.engine import (
     ClientOptions,
+    CoreEngineProcManager,
     EngineClient,
     EngineKeys,
     EngineLayout,
@@ -28,6 +29,7 @@ from aioshm.engine import (
     HandshakeOptions,
     Restart,
     run_engine_core,
+    shake_hands,
 )
 from aioshm.engine.protocol.messages import Progress, encode
 from aioshm.engine.startup.front_ends import FrontEnds
@@ -250,6 +252,38 @@ async def test_front_ends_learn_the_cause_of_a_death(secure: bool, tmp_path: Pat
             await until(lambda client=client: client._link.dead is not None)
             with pytest.raises(EngineDead, match="engine 1 is in a crash loop"):
                 client.submit(ask("b"))
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+async def test_engine_of_another_host_is_admitted_after_its_predecessors(tmp_path: Path, servers: int) -> None:
+    place = f"ipc://{tmp_path}/hello"
+    addresses = EngineZmqAddresses([f"ipc://{tmp_path}/in"], [f"ipc://{tmp_path}/out"])
+    layout = EngineLayout(host="127.0.0.1", handshake_address=place, addresses=addresses, coordinator=False)
+    remote = {"local": False, "headless": True}
+
+    def shaking(initialize: Callable[[object], dict[str, Any]]) -> asyncio.Task[Any]:
+        """Say HELLO as an engine that never registers with a client."""
+        options = HandshakeOptions(**remote)
+        return asyncio.create_task(shake_hands(place, 1, initialize=initialize, handshake=options))
+
+    async with (
+        await CoreEngineProcManager.start(serve, 1, 1, handshake_address=place, **remote) as there,
+        EngineSupervisor(
+            serve, 2, local_engine_count=1, num_api_servers=servers, restart=MANY, layout=layout
+        ) as supervisor,
+        AsyncExitStack() as stack,
+    ):
+        client = await stack.enter_async_context(front_end(supervisor, 0)) if servers else supervisor.client
+        waiting = shaking(lambda _: {})
+        await until(lambda: 1 in supervisor.launch.startup.handshake._early)
+        assert len(await collected(client.submit(ask("a"), engine=1))) == 3
+        there.processes[0].kill()
+        await waiting  # READY, and gone
+        with pytest.raises(ZeroDivisionError):
+            await shaking(lambda _: {"died": 1 // 0})
+        there.start_engine(1)
+        await client.wait_until_ready(30)
+        assert len(await collected(client.submit(ask("b"), engine=1))) == 3
 
 
 @contextmanager

@@ -321,6 +321,24 @@ def test_arguments(options: Any, error: type[Exception], text: str) -> None:
         EngineSupervisor(serve, **options)
 
 
+async def test_host_with_a_front_end_of_its_own_restarts_its_engine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    hybrid = StartupOptions(parallel_config={"data_parallel_hybrid_lb": True})
+    layout = EngineLayout(host="127.0.0.1", handshake_address=place, coordinator=False)
+    head = EngineSupervisor(serve, 2, local_engine_count=1, restart=MANY, layout=layout, startup=hybrid)
+    layout = EngineLayout(start_index=1, handshake_address=place)
+    second = EngineSupervisor(serve, 2, local_engine_count=1, restart=MANY, layout=layout)
+    async with AsyncExitStack() as stack:
+        for supervisor in (head, second):
+            stack.push_async_callback(supervisor.aclose)
+        await asyncio.gather(head.open(), second.open())
+        stop(pids(second)[0])
+        await until(lambda: 1 in second.client.deaths)
+        await second.wait_until_ready(30)
+        assert len(await collected(second.client.submit(ask("a")))) == 3
+
+
 async def test_host_with_a_front_end_of_its_own_and_its_coordinator_restarts() -> None:
     """Hybrid load balancing: each host has a client of its own engine only."""
     with socket.create_server(("127.0.0.1", 0)) as server:
