@@ -184,7 +184,10 @@ class Liveness:
     # Heartbeats
 
     def supervise(self, hang_s: float | None, on_late: OnLate) -> None:
-        """Report late engines, again and again, and not later than after ``hang_s``."""
+        """Report late engines, again and again, and not later than after ``hang_s``.
+
+        Where ``on_late`` returns True, the process was stopped, and runs again: time counts from then on.
+        """
         self._on_late = on_late
         if hang_s is not None:
             self._warning_s = min(self._warning_s, hang_s)
@@ -245,8 +248,8 @@ class Liveness:
         elif engine.is_late and not late:
             self._engines.note_health(engine.rank, "running", "")
             logger.info("%s makes progress again", name)
-        if self._on_late is not None and (late or engine.is_late):
-            self._on_late(engine.rank, seconds, where)
+        if self._on_late is not None and (late or engine.is_late) and self._on_late(engine.rank, seconds, where):
+            judge.forgive()
         engine.is_late = late
 
 

@@ -183,22 +183,27 @@ class EngineRestarts:
         if rank in self.lives and self.lives[rank].pid == watched.process.pid:
             self.lives[rank].note_health(watched.health, watched.where)
 
-    def _late(self, rank: int, seconds: float, where: str) -> None:
-        """Note that the heartbeats of an actor show no progress, and kill the actor if the policy says so."""
+    def _late(self, rank: int, seconds: float, where: str) -> bool:
+        """Note that the heartbeats of an actor show no progress, and kill the actor if the policy says so.
+
+        Return whether the actor was stopped, and runs again.
+        """
         actor = next((each for each in self._manager.processes if engine_index(each.name) == rank), None)
         life = self.lives.get(rank)
         if life is None or not isinstance(actor, EngineActor):
-            return
+            return False
         restart = self._rules.restart
         stopped = actor.local and process_state(actor.pid) in STOPPED_STATES
+        continued = seconds > 0 and life.health[0] == "stopped" and not stopped
         health: Health = "running"
         if seconds:
             health = "stopped" if stopped else "stalled"
         life.note_health(health, where)
-        if restart.hang_s is None or seconds < restart.hang_s or actor.reason or (stopped and not restart.kill_stopped):
-            return
-        actor.reason = f"hung for {seconds:.0f} s, and was killed"
-        self._spawn(_end(actor, 0), f"hung-engine-{rank}")
+        is_hung = restart.hang_s is not None and seconds >= restart.hang_s and not continued
+        if is_hung and not actor.reason and (restart.kill_stopped or not stopped):
+            actor.reason = f"hung for {seconds:.0f} s, and was killed"
+            self._spawn(_end(actor, 0), f"hung-engine-{rank}")
+        return continued
 
     # Exits
 

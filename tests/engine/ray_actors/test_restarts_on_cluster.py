@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +18,7 @@ from served_engine import ask, collected
 from support import eventually, until
 
 from aioshm.engine import CoreEngineActorManager, EngineLayout, EngineNeeds, EngineSupervisor, Restart
+from aioshm.engine.client.liveness import GRACE_S
 from aioshm.errors import EngineDead
 
 ray: Any = pytest.importorskip("ray")
@@ -139,6 +142,22 @@ async def test_actor_that_hangs_is_killed_and_comes_back(ray_cluster: Any) -> No
         await serves(supervisor, 1, restarts=1)
         assert supervisor.engines[1].pid != first
         assert "hung for" in supervisor.engines[1].cause
+
+
+async def test_time_for_which_an_actor_was_stopped_does_not_count(ray_cluster: Any) -> None:
+    needs = EngineNeeds(world_size=0)
+    options = {"target": targets.serve_hanging, "manager_options": {"needs": needs}}
+    async with supervised(1, 1, restart=Restart(hang_s=1.0), **options) as (supervisor, _):
+        pid = supervisor.engines[0].pid or 0
+        stream = supervisor.client.submit(ask("hangs", hang=True))
+        await asyncio.sleep(0.5)  # the step blocks the loop, which says nothing more
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: supervisor.engines[0].state == "stopped")
+        os.kill(pid, signal.SIGCONT)
+        continued = time.monotonic()
+        with pytest.raises(EngineDead, match="hung for"):
+            await collected(stream)
+        assert time.monotonic() - continued >= 1.0 + GRACE_S
 
 
 async def test_actors_in_lockstep_are_recreated_together(ray_cluster: Any) -> None:
