@@ -55,24 +55,12 @@ def receive_frames(socket: Socket, kept: int) -> list[zmq.Frame]:
 
 
 class Pump:
-    """Calls ``work`` on the loop whenever a ZeroMQ socket may be ready, and again while ``work`` returns True.
+    """Calls ``work`` on the loop whenever a ZeroMQ socket may be ready, and again while ``work`` returns True."""
 
-    ``descriptor``: a duplicate of the descriptor of a socket that has another pump.
-    """
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        socket: Socket,
-        work: Callable[[], bool | None],
-        *,
-        descriptor: int | None = None,
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, socket: Socket, work: Callable[[], bool | None]) -> None:
         self._loop = loop
         self.work = work
-        if descriptor is None:
-            descriptor = int(socket.getsockopt(zmq.FD))
-        self._descriptor = descriptor
+        self._descriptor = int(socket.getsockopt(zmq.FD))
         self._running = False
         self._scheduled = False
         detach_when_forked(self)
@@ -85,11 +73,9 @@ class Pump:
         socket: Socket,
         handle: Callable[[T], object],
         receive: Callable[[], T],
-        *,
-        descriptor: int | None = None,
     ) -> Pump:
         """Return a pump that reads messages; see `drain` for ``handle`` and ``receive``."""
-        return cls(loop, socket, partial(drain, socket, receive, handle), descriptor=descriptor)
+        return cls(loop, socket, partial(drain, socket, receive, handle))
 
     @property
     def paused(self) -> bool:

@@ -149,11 +149,9 @@ class BoundSockets:
         self._files.append(BoundFile(bound))
         return bound
 
-    def read(
-        self, socket: Socket, handle: Callable[[T], object], receive: Callable[[], T], descriptor: int | None = None
-    ) -> Pump:
+    def read(self, socket: Socket, handle: Callable[[T], object], receive: Callable[[], T]) -> Pump:
         """Hand each message of a socket to a callback."""
-        pump = Pump.of_messages(asyncio.get_running_loop(), socket, handle, receive, descriptor=descriptor)
+        pump = Pump.of_messages(asyncio.get_running_loop(), socket, handle, receive)
         self._pumps.append(pump)
         return pump
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any
@@ -25,7 +24,7 @@ from aioshm.engine.protocol.addresses import (
     identity,
 )
 from aioshm.engine.protocol.handshake import FrontEndHandshake
-from aioshm.engine.security.binding import Protection, over_tcp, warn_of_strangers
+from aioshm.engine.security.binding import Protection, over_tcp
 from aioshm.engine.security.bound_sockets import BoundSockets, sender_of, user_of, with_sender
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.startup.options import StartupOptions
@@ -36,7 +35,6 @@ from aioshm.process.background import completed, notify, notify_soon
 from aioshm.process.watch import ProcessWatch, WatchedManager, WatchedProcess
 from aioshm.zeromq.hosts import connectable
 from aioshm.zeromq.pump import Pump
-from aioshm.zeromq.sockets import Socket
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -56,11 +54,11 @@ _HWM = 1000
 
 
 class HandshakeRouter:
-    """A ROUTER bound to ``place``, or a given one, which stays open; ``on_message`` returns whether to read more."""
+    """A ROUTER bound to ``place``; ``on_message`` returns whether to read more."""
 
     def __init__(
         self,
-        place: str | Socket,
+        place: str,
         on_message: Callable[[bytes, list[bytes], str], bool],
         ranks: Iterable[int] = (),
         *,
@@ -68,40 +66,25 @@ class HandshakeRouter:
         secure: bool = True,
     ) -> None:
         self._on_message = on_message
-        self._descriptor: int | None = None
-        if isinstance(place, str):
-            self.address: str = place
-            self.protection: Protection = Protection.of_front_end([place], ranks, keys=keys, secure=secure, more=True)
-        else:
-            if place.getsockopt(zmq.TYPE) != zmq.ROUTER:
-                raise ValueError(f"the handshake needs a ROUTER socket, not {place!r}")
-            self.address = bytes(place.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
-            self.protection = Protection(None, None, (), secure=False)
-            if place.getsockopt(zmq.MECHANISM) == zmq.NULL:
-                warn_of_strangers([self.address])
+        self.protection: Protection = Protection.of_front_end([place], ranks, keys=keys, secure=secure, more=True)
         self._bound = BoundSockets(self.protection)
         try:
-            if isinstance(place, str):
-                self._router = self._bound.open(zmq.ROUTER, place, hwm=_HWM, max_bytes=MAX_FRAME_BYTES)
-                if over_tcp([place]):
-                    self._bound.watch(self._router)
-                self.address = self._bound.bind(self._router, place)
-            else:
-                self._router = zmq.Socket.shadow(place)
-                # The loop has one watcher per descriptor, and the owner of the socket may be one.
-                self._descriptor = os.dup(int(self._router.getsockopt(zmq.FD)))
+            self._router = self._bound.open(zmq.ROUTER, place, hwm=_HWM, max_bytes=MAX_FRAME_BYTES)
+            if over_tcp([place]):
+                self._bound.watch(self._router)
+            self.address: str = self._bound.bind(self._router, place)
             # Sending INIT to a disconnected engine is an error.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             # A second engine with the same rank must reach the handshake, which refuses the engine. Without handover
             # the socket would ignore the second engine.
             self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            self.pump: Pump = self._bound.read(self._router, self._take, self._receive, self._descriptor)
+            self.pump: Pump = self._bound.read(self._router, self._take, self._receive)
         except BaseException:
             self.close()
             raise
 
     def _receive(self) -> tuple[zmq.Frame, list[bytes]]:
-        if self.pump.paused:  # further messages are for the owner of the socket
+        if self.pump.paused:  # further messages are for `EngineStartupCoordinator.stay_open`
             raise zmq.Again
         return with_sender(self._router)
 
@@ -129,11 +112,8 @@ class HandshakeRouter:
         self._router.send_multipart([name, *frames[1:]], zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Stop reading, and close the socket unless it was given. Idempotent."""
+        """Stop reading, and close the socket. Idempotent."""
         self._bound.close()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
 
 
 class EngineStartupCoordinator(AsyncClosing):
@@ -152,8 +132,7 @@ class EngineStartupCoordinator(AsyncClosing):
     kernel chooses, engines can only start inside the block, with `handshake_address`.
 
     Args:
-        handshake_address: Where engines say HELLO: an ``ipc://`` or ``tcp://`` address to bind, or a bound ROUTER
-            socket (plain, or of ``zmq.asyncio``). Such a socket stays open, and nothing else may read from it.
+        handshake_address: Where engines say HELLO: an ``ipc://`` or ``tcp://`` address to bind.
         engines: The expected engines; their states are kept up to date.
         addresses: The addresses that engines get, as of their HELLO. Receives the ``frontend_stats_publish_address``
             that an engine passes on.
@@ -173,7 +152,7 @@ class EngineStartupCoordinator(AsyncClosing):
 
     def __init__(
         self,
-        handshake_address: str | Socket,
+        handshake_address: str,
         engines: Iterable[CoreEngine],
         addresses: EngineZmqAddresses,
         *,
@@ -183,8 +162,7 @@ class EngineStartupCoordinator(AsyncClosing):
     ) -> None:
         self._router: HandshakeRouter | None = None
         self._closed = False
-        if not isinstance(handshake_address, zmq.Socket):
-            check_handshake_address(handshake_address)
+        check_handshake_address(handshake_address)
         self.proc_manager = proc_manager
         self.coord_process = coord_process
         self._place = handshake_address
@@ -212,7 +190,7 @@ class EngineStartupCoordinator(AsyncClosing):
         """Where engines say HELLO: the bound address once it is known, with this host's address for a wildcard."""
         if self._router is not None:
             return connectable(self._router.address)
-        return self._place if isinstance(self._place, str) else "a socket"
+        return self._place
 
     async def __aenter__(self) -> EngineStartupCoordinator:
         self.open()
@@ -224,7 +202,6 @@ class EngineStartupCoordinator(AsyncClosing):
         Raises:
             OSError: The address cannot be bound.
             RoleError: It was open before, or this process has the keys of one engine only.
-            ValueError: The socket is no ROUTER.
         """
         if self._router is not None or self._closed:
             raise RoleError("a startup of engines can be entered once")
@@ -428,7 +405,7 @@ class EngineStartupCoordinator(AsyncClosing):
             self._settle()
 
     def _settle(self) -> None:
-        """Read no more: further messages are for the owner of a given socket."""
+        """Read no more, until `stay_open`."""
         self._reads = False
         self._news.set()
 
@@ -461,7 +438,7 @@ class EngineStartupCoordinator(AsyncClosing):
 
 
 async def wait_for_engine_startup(
-    handshake_address_or_socket: str | Socket,
+    handshake_address: str,
     addresses: EngineZmqAddresses,
     core_engines: Iterable[CoreEngine],
     parallel_config: object,
@@ -481,7 +458,7 @@ async def wait_for_engine_startup(
         OSError: The address cannot be bound.
     """
     async with EngineStartupCoordinator(
-        handshake_address_or_socket,
+        handshake_address,
         core_engines,
         addresses,
         proc_manager=proc_manager,

@@ -12,8 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
-import zmq.asyncio
 from startups import ADDRESSES, GOOD, addresses, engine, managed, ready_with, starting, tasks
 
 from aioshm.engine import (
@@ -104,32 +102,6 @@ class TestSuccess:
                 startup.proc_manager = manager
                 assert (await startup.wait(20)).num_gpu_blocks == 100
                 assert manager.closes == 0
-
-
-class TestGivenSocket:
-    @pytest.mark.parametrize("kind", [zmq.Context, zmq.asyncio.Context])
-    async def test_socket_stays_open_and_is_usable_afterwards(self, kind: Any, path: str) -> None:
-        with kind() as context, context.socket(zmq.ROUTER) as router:
-            router.bind(path)
-            if kind is zmq.asyncio.Context:
-                with pytest.raises(zmq.Again):
-                    await router.recv(zmq.NOBLOCK)  # from now on the loop watches the socket
-            async with tasks(engine(path, 0)), starting(router) as startup:
-                assert startup.handshake_address == path
-                assert (await startup.wait(20)).num_gpu_blocks == 100
-            with zmq.Context() as other, other.socket(zmq.DEALER) as dealer:
-                dealer.connect(path)
-                dealer.send(b"later")
-                received = router.recv_multipart()
-                if kind is zmq.asyncio.Context:
-                    received = await asyncio.wait_for(received, 10)
-                assert received[1] == b"later"
-
-    async def test_another_kind_is_refused(self) -> None:
-        with zmq.Context() as context, context.socket(zmq.PULL) as pull:
-            with pytest.raises(ValueError, match="ROUTER"):
-                async with starting(pull, 0):
-                    pass
 
 
 class TestProgress:
