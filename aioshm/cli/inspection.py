@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import select
 import signal
 import sys
@@ -65,7 +66,7 @@ _NO_QUEUE = "no queue of this user is open on this host"
 _AROUND = 2
 """Frames that are shown on either side of the user's line."""
 _ONCE_S = 0.25
-_QUIT = ("q", "\x1b", "")
+_ESCAPE = "\x1b"
 
 
 def _report(**content: Any) -> dict[str, Any]:
@@ -368,13 +369,13 @@ def top(
             watch.look()
             started.look()
             pause = interval
-        while (pressed := _wait(pause, is_screen)) not in _QUIT:
+        while not _quits(pressed := _wait(pause, is_screen)):
             pause = interval
             if pressed is None:
                 queues = watch.look()
                 processes = started.settle() if once else started.look()
             else:
-                key = next((key for key in KEYS if key[0] == pressed.lower()), key)
+                key = next((key for key in KEYS if key[0] == pressed[-1].lower()), key)
             queues = ordered(queues, key)
             if as_json:
                 report = _report(queues=queues, processes=processes, skipped=watch.skipped)
@@ -388,12 +389,16 @@ def top(
                 return
 
 
+def _quits(pressed: str | None) -> bool:
+    return pressed is not None and ("q" in pressed or pressed in (_ESCAPE, ""))
+
+
 def _wait(seconds: float, is_screen: bool) -> str | None:
-    """Wait for a key, if there is a screen; return None after so many seconds."""
+    """Wait for keys, if there is a screen, and return them; return None after so many seconds."""
     if not is_screen:
         time.sleep(seconds)
     elif select.select([sys.stdin], [], [], seconds)[0]:
-        return sys.stdin.read(1)
+        return os.read(sys.stdin.fileno(), 64).decode(errors="replace")
     return None
 
 

@@ -191,11 +191,15 @@ def progress(process: StartedProcess) -> str:
     return process.state
 
 
+def _three_digits(number: float) -> str:
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
+
+
 def count(number: float) -> str:
     """Return a short number: ``999``, ``12.3k``, ``4.56M``."""
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= unit * 10 or (abs(number) >= unit and unit > 1e3):
-            return f"{number / unit:.3g}{name}"
+            return f"{_three_digits(number / unit)}{name}"
     return f"{number:.0f}"
 
 
@@ -221,7 +225,7 @@ def duration(seconds: float | None) -> str:
     units = ((86400, 2, "d"), (3600, 2, "h"), (60, 2, "min"), (1, 1, "s"), (1e-3, 1, "ms"), (1e-6, 1, "us"))
     for unit, least, name in units:
         if seconds >= least * unit:
-            return f"{seconds / unit:.3g} {name}"
+            return f"{_three_digits(seconds / unit)} {name}"
     return f"{seconds * 1e9:.0f} ns"
 
 

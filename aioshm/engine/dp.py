@@ -419,7 +419,12 @@ class DPCoordinator(ProcessManager):
             RoleError: The process still runs, or the coordinator is closed.
         """
         self._reported = self._launch(lambda job: self.start_again(NAME, job))
-        self.wait_until_bound()
+        try:
+            self.wait_until_bound()
+        except BaseException:
+            self.proc.kill()
+            self.proc.join(_EXIT_S)
+            raise
 
     def _launch(self, start: Callable[[Job], Child]) -> Connection:
         """Start the coordinator's process; return the pipe on which the process reports its addresses."""

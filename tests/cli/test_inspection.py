@@ -255,11 +255,11 @@ class TestTop:
         with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment) as top:
             os.close(slave)
             seen = _read_until(master, "\x1b[?1049h")
-            os.write(master, b"m")
+            os.write(master, b"\x1b[Am")  # an arrow, which is not Esc
             seen += _read_until(master, "memory", "quit")
             assert "sort" in seen
             if isinstance(end, str):
-                os.write(master, end.encode())
+                os.write(master, b"r" + end.encode())  # one read returns both keys
             else:
                 top.send_signal(end)
             _read_until(master, "\x1b[?1049l")  # the former screen is back
@@ -351,13 +351,14 @@ class TestWidth:
 @pytest.mark.parametrize(
     ("form", "texts"),
     [
-        (tables.count, {0: "0", 999: "999", 9999: "9999", 12_345: "12.3k", 4_560_000: "4.56M", 3e9: "3G"}),
+        (tables.count, {0: "0", 999: "999", 9999: "9999", 12_345: "12.3k", 999_700: "1000k", 4_560_000: "4.56M"}),
+        (tables.count, {3e9: "3G"}),
         (tables.size, {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 5 << 30: "5.0 GiB"}),
         (tables.share, {None: "-", 0.123: "12%"}),
         (
             tables.duration,
             {None: "-", 0: "0 ns", 8.7e-7: "870 ns", 12e-6: "12 us", 0.0034: "3.4 ms", 5.6: "5.6 s", 119: "119 s"}
-            | {720: "12 min", 9000: "2.5 h", 86400 * 3: "3 d"},
+            | {0.9997: "1000 ms", 720: "12 min", 9000: "2.5 h", 86400 * 3: "3 d", 86400 * 1500: "1500 d"},
         ),
     ],
 )

@@ -131,6 +131,11 @@ class Engine:
     async def never(self) -> None:
         await asyncio.Event().wait()
 
+    async def interrupted(self) -> None:
+        sleep = asyncio.ensure_future(asyncio.sleep(60))
+        asyncio.get_running_loop().call_soon(sleep.cancel)
+        await sleep
+
     def _private(self) -> None:
         raise AssertionError
 

@@ -277,15 +277,17 @@ class Pending:
 
     def add(self, inbox: Inbox, engine: Engine, generation: int) -> Inbox:
         """Add a request that was sent, or was sent again after the death of its engine."""
-        if inbox.engine is None:
-            self.requests += 1
-        else:
-            inbox.engine.in_flight -= 1
-            inbox.tried += (inbox.engine.rank,)
+        former = inbox.engine
         self._engines.sent(engine)
         self.inboxes[inbox.request_id] = inbox
         inbox.engine = engine
         inbox.generation = generation
+        if former is None:
+            self.requests += 1
+        else:
+            former.in_flight -= 1
+            inbox.tried += (former.rank,)
+            self._note_idle(former)
         return inbox
 
     def abort(self, request_id: str, cause: str = "") -> None:

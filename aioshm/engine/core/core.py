@@ -63,6 +63,8 @@ _START_DP_WAVE = EngineCoreRequestType.START_DP_WAVE.value
 _UTILITY = EngineCoreRequestType.UTILITY.value
 
 _encode_plain = msgspec.msgpack.Encoder().encode
+_decode_head = msgspec.msgpack.Decoder(tuple[int, int, str, msgspec.Raw]).decode
+"""Decodes a call without its arguments."""
 
 
 class Owner(NamedTuple):
@@ -245,7 +247,7 @@ class EngineCore:
             elif kind == _ABORT:
                 await self._abort(client, payload)
             else:
-                await self._call(client, self._decode_call(payload))
+                await self._call(client, payload)
         except CodecError as error:
             sender = "the coordinator" if client == COORDINATOR else f"client {client}"
             self._limiter.warn(logger, "engine %d ignores a message from %s: %s", self.index, sender, error)
@@ -335,8 +337,17 @@ class EngineCore:
 
     # Calls
 
-    async def _call(self, client: int, call: Call) -> None:
+    async def _call(self, client: int, payload: list[Frame]) -> None:
         """Call a method for a client; an async one runs in a task."""
+        try:
+            call: Call = self._decode_call(payload)
+        except CodecError as error:
+            try:
+                _, call_id, method_name, _ = _decode_head(payload[0])
+            except msgspec.MsgspecError:
+                raise error from None
+            self._fail_call(client, Call(client, call_id, method_name, []), error)
+            return
         if call.method == PAUSE:
             await self._obey(client, call)
             return
@@ -361,6 +372,8 @@ class EngineCore:
     async def _finish_call(self, client: int, call: Call, result: Any) -> None:
         try:
             self._answer(client, UtilityOutput(call.call_id, None, (None, await _awaited(result))))
+        except asyncio.CancelledError:  # by the engine itself, or by `aclose`, which answers for all calls
+            self._fail_call(client, call, RuntimeError("the engine has cancelled the call"))
         except Exception as error:
             self._fail_call(client, call, error)
 

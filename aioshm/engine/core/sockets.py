@@ -264,6 +264,8 @@ class CoreSockets:
 
     def send(self, client: int, frames: list[Frame], *, counts: bool = True) -> None:
         """Send a message to a client, or to the coordinator; ``counts``: towards ``max_pending_bytes``."""
+        if self.closed:  # a thread sends what waits; clients know of the end
+            return
         if client == COORDINATOR:
             self._reports.send_multipart(frames, zmq.NOBLOCK)
         else:

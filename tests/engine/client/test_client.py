@@ -213,6 +213,8 @@ class TestCalls:
             ("add", [1, 2, 3], "takes from 2 to 3 positional arguments"),
             ("swap", [{"x": 1}], "missing required field `y`"),
             ("unspeakable", [], "cannot encode"),
+            ("interrupted", [], "the engine has cancelled the call"),
+            ("give", [msgspec.msgpack.Ext(9, b"")], "cannot decode a payload: extension type 9 is not supported"),
         ],
     )
     async def test_failures(self, method: str, args: list[Any], text: str) -> None:

@@ -142,6 +142,19 @@ async def test_requests_without_output_move_if_they_may(resubmit: Any) -> None:
         assert [each.in_flight for each in client._link.engines] == [0, 0]
 
 
+async def test_an_engine_that_leaves_is_idle_once_its_requests_have_moved() -> None:
+    async with served(Gated(), Gated(), on_engine_death="continue", resubmit="unstarted") as serving:
+        link = serving.client._link
+        link_engine = link.engines[0]
+        stream = serving.client.submit(ask("a", 3), engine=0)
+        draining = asyncio.create_task(link.drain(link_engine))
+        await asyncio.sleep(0)
+        await end(serving, 0)
+        assert stream.engine == 1
+        async with asyncio.timeout(20):
+            await draining
+
+
 async def test_a_request_is_given_to_each_engine_once_at_most() -> None:
     engines = Gated(), Gated()
     async with served(*engines, on_engine_death="continue", resubmit="unstarted") as serving:

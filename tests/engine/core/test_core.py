@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import msgspec
@@ -51,7 +51,6 @@ class TestBadFrames:
             (b"\x01", [encode([1, None, "nobody's"])]),
             (b"\x02", [encode([5, 0])]),
             (b"\x03", [encode([0, "id", "add", []])]),
-            (b"\x03", [encode([0, 1, "add", "arguments"])]),
             (b"\x09", [b""]),
             (b"\x00" * 50, [b""]),
         ],
@@ -137,6 +136,23 @@ class TestEndings:
             await asyncio.wait(serving.running)
             assert serving.running[0].exception() is None
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    async def test_a_call_that_answers_its_cancellation_sends_nothing_over_closed_sockets(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Stubborn(Engine):
+            async def never(self) -> None:
+                with suppress(asyncio.CancelledError):
+                    await super().never()
+
+        async with served(Stubborn()) as serving:
+            calls = [asyncio.ensure_future(serving.client.call("never")) for _ in range(20)]
+            assert await serving.client.call("add", 1) == [2]
+            serving.running[0].cancel()
+            await asyncio.wait(serving.running)
+            for error in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(error, EngineDead)
+        assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
     async def test_engine_whose_client_has_left_ends_immediately(self) -> None:
         engine = Engine()

@@ -73,6 +73,17 @@ class TestFailure:
         with pytest.raises(EngineStartupError, match=r"^DPCoordinator \(pid [0-9]+\) was not bound after 0.001 s$"):
             DPCoordinator(2, timeout=0.001)
 
+    def test_restart_that_is_not_bound_in_time_leaves_no_process(self) -> None:
+        with DPCoordinator(2) as coordinator:
+            coordinator.proc.kill()
+            coordinator.proc.join()
+            coordinator._timeout = 0.001
+            with pytest.raises(EngineStartupError, match="was not bound after"):
+                coordinator.run_again()
+            assert coordinator.proc.exitcode == -signal.SIGKILL
+            coordinator._timeout = 60.0
+            coordinator.run_again()
+
     async def test_start_that_is_cancelled_leaves_nothing(self) -> None:
         children = set(psutil.Process().children())
         starting = asyncio.create_task(DPCoordinator.start(2))
