@@ -401,16 +401,16 @@ class BlockingEnd:
         mine = self.lock
         state = self.state
         if process_lock.owner == me:  # a codec or a signal handler calls this inside of another call
-            self._closes_later = True
             state.refuse_closed()
+            self._close_later()
             return
         self._do(state.refuse_closed)
         if mine.owner == me or self.block is not None:
-            self._closes_later = True
+            self._close_later()
             return
         while not mine.acquire(me, monotonic() + 0.1):
             if self.block is not None:
-                self._closes_later = True
+                self._close_later()
                 return
         self._closes_later = False
         try:
@@ -424,6 +424,25 @@ class BlockingEnd:
             mine.owner = 0
             if mine.waiting:
                 mine.wake()
+
+    def _close_later(self) -> None:
+        """Have `release` close the end, or the loop: a call on the fast path does not release the lock."""
+        self._closes_later = True
+        shared_loop().start(self._close_on_loop)
+
+    async def _close_on_loop(self) -> None:
+        mine = self.lock
+        me = get_ident()
+        if mine.owner == me or not mine.acquire(me, 0.0):
+            return  # closes already, or `release` follows
+        try:
+            if self.state.loop is None:
+                self.state.discard()
+            else:
+                await self.state.aclose()
+            self.closed = True
+        finally:
+            mine.release()
 
     def _do(self, function: Callable[[], object]) -> None:
         """Run a function that does not wait: on the loop if the end belongs to one, else here."""

@@ -15,7 +15,7 @@ import pytest
 from faces import Thread, make_writer, pair
 from support import eventually
 
-from aioshm import QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
+from aioshm import PeerClosed, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
 from aioshm.process.loop_thread import process_lock
 
 WAITS: dict[str, Callable[[Any], Any]] = {
@@ -315,3 +315,40 @@ def test_closing_in_a_signal_handler(end: str) -> None:
             assert closed.held.closed
         finally:
             signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("signals", [False, True])
+def test_closing_in_a_call_that_has_no_need_to_wait(signals: bool) -> None:
+    def close() -> int:
+        if signals:
+            signal.raise_signal(signal.SIGUSR1)
+        else:
+            reader.close()
+        return 7
+
+    calls["close"] = close
+    before = signal.signal(signal.SIGUSR1, lambda *_: reader.close())
+    try:
+        with pair() as (writer, reader):
+            writer.enqueue(Calling(), 20)
+            assert reader.dequeue(20) == 7
+            eventually(lambda: reader.held.closed, "the end to close")
+            with pytest.raises(PeerClosed, match="every reader has left"):
+                while True:
+                    writer.enqueue("nobody reads this", 20)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+calls: dict[str, Callable[[], int]] = {}
+
+
+class Calling:
+    """Calls a function while it is decoded."""
+
+    def __reduce__(self) -> Any:
+        return _call, ()
+
+
+def _call() -> int:
+    return calls["close"]()
