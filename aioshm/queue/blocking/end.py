@@ -147,6 +147,15 @@ class BlockingEnd:
                 mine.owner = 0
                 raise
 
+    def alone(self, call: Callable[[], object], deadline: float | None) -> None:
+        """Call a function while this thread holds the lock of this end."""
+        self.acquire(deadline)
+        try:
+            call()
+        finally:
+            self.lock.owner = 0
+            self.release()
+
     def release(self) -> None:
         """Wake waiting threads after a call, reopen the fast path, and close the end if `close` was postponed."""
         others_wait = bool(self.lock.waiting)

@@ -23,7 +23,7 @@ from aioshm.queue.blocking.end import BlockingEnd, made
 from aioshm.queue.ends.blocks import Message
 from aioshm.queue.ends.reader import Reader
 from aioshm.queue.ends.writer import Membership, Writer
-from aioshm.queue.groups.factory import GroupCall
+from aioshm.queue.groups.factory import GroupCall, become_ready
 from aioshm.queue.handle import Handle
 from aioshm.queue.local.loans import ArraySpec, Like
 from aioshm.queue.membership import Change, ReaderInfo
@@ -155,7 +155,7 @@ class MessageQueue(QueueBase[T], Closing):
     def _become_ready(self, wait: bool) -> Self:
         try:
             if wait:
-                self.wait_until_ready()
+                self.held.alone(lambda: self.held.run(lambda: become_ready(self.end)), None)
         except BaseException:
             self.close()
             raise
@@ -167,12 +167,7 @@ class MessageQueue(QueueBase[T], Closing):
         held = self.held
         end = held.end
         deadline = deadline_after(timeout, in_thread=True)
-        held.acquire(deadline)
-        try:
-            held.run(lambda: end.wait_until_ready(deadline))
-        finally:
-            held.lock.owner = 0
-            held.release()
+        held.alone(lambda: held.run(lambda: end.wait_until_ready(deadline)), deadline)
 
     # Sending
 
@@ -193,14 +188,13 @@ class MessageQueue(QueueBase[T], Closing):
         writer = self._writer_of("enqueue_many")
         held = self.held
         deadline = deadline_after(timeout, in_thread=True)
-        held.acquire(deadline)
-        try:
+
+        def send() -> None:
             held.run(lambda: writer.prepare(deadline))
             messages = [held.encode(writer, obj) for obj in objs]
             held.run(lambda: writer.send_many(messages, deadline))
-        finally:
-            held.lock.owner = 0
-            held.release()
+
+        held.alone(send, deadline)
 
     def enqueue_nowait(self, obj: T) -> None:
         writer = self._writer_of("enqueue_nowait")

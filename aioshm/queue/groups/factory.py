@@ -80,14 +80,14 @@ class GroupCall:
         """Create this rank's end of a queue with one writer; ``wait``: until ready."""
         end = await self._run(lambda: self._make_one_writer(writer_rank, external))
         if wait:
-            await _become_ready(end)
+            await become_ready(end)
         return end
 
     async def one_reader(self, reader_rank: int, *, wait: bool) -> tuple[Writer, list[Handle]]:
         """Create this rank's queue to one reader; ``wait``: until ready, except at the reader."""
         end, handles = await self._run(lambda: self._make_one_reader(reader_rank))
         if wait and self._group.rank != reader_rank:
-            await _become_ready(end)
+            await become_ready(end)
         return end, handles
 
     def _make_one_writer(self, writer_rank: int, external: Handle | str | bytes | None) -> Writer | Reader:
@@ -197,7 +197,8 @@ class _Turn:
                 del self._last[id(self._pg)]
 
 
-async def _become_ready(end: Writer | Reader) -> None:
+async def become_ready(end: Writer | Reader) -> None:
+    """Wait until an end of a group's queue is ready, or close the end: a rank that has left is not replaced."""
     try:
         if isinstance(end, Writer):
             await end.wait_until_ready(None, replaceable=False)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any
 
 import pytest
 from faces import Thread
 from members import meet
 
-from aioshm import HandleError, blocking
+from aioshm import HandleError, PeerClosed, blocking
 
 
 def at_every_rank(members: list[Any], call: Any) -> list[Any]:
@@ -68,3 +69,22 @@ def test_what_a_handler_raises_takes_effect_at_once() -> None:
             other.result(30)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_writer_waits_no_longer_than_until_a_rank_has_left() -> None:
+    def call(member: Any) -> Any:
+        queue = blocking.MessageQueue.create_from_process_group(member, 4096, 4, blocking=member.rank == 0)
+        with queue:
+            if member.rank == 1:
+                with pytest.raises(TimeoutError):
+                    queue.wait_until_ready(0.2)  # rank 2 does not attach
+            else:
+                left.wait(20)
+        left.set()
+
+    left = threading.Event()
+    writing, *readers = [Thread(call, member) for member in meet(3)]
+    with pytest.raises(PeerClosed, match="not all readers will attach"):
+        writing.result()
+    for reader in readers:
+        reader.result()
