@@ -22,6 +22,7 @@ from aioshm.queue.blocking.blocks import LeaseBlock, Leases, WriteBlock
 from aioshm.queue.blocking.end import BlockingEnd, made
 from aioshm.queue.ends.blocks import Message
 from aioshm.queue.ends.reader import Reader
+from aioshm.queue.ends.sender import encode_all
 from aioshm.queue.ends.writer import Membership, Writer
 from aioshm.queue.groups.factory import GroupCall, become_ready
 from aioshm.queue.handle import Handle
@@ -191,7 +192,7 @@ class MessageQueue(QueueBase[T], Closing):
 
         def send() -> None:
             held.run(lambda: writer.prepare(deadline))
-            messages = [held.encode(writer, obj) for obj in objs]
+            messages = encode_all(lambda obj: held.encode(writer, obj), objs)
             held.run(lambda: writer.send_many(messages, deadline))
 
         held.alone(send, deadline)

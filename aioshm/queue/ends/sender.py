@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -390,6 +390,21 @@ class Sender:
     def _report_laggards(self, waited_s: float) -> None:
         text = "%r: waited %s to write message %d: not read by %s"
         logger.warning(text, self._state, seconds(waited_s), self._core.seq, self._laggards(self._wanted))
+
+
+def encode_all(encode: Callable[[Any], Encoded], objs: Iterable[Any]) -> list[Encoded]:
+    """Encode objects; copy those of a generator, which may change an object to get the next."""
+    if isinstance(objs, Collection):
+        return list(map(encode, objs))
+    return [_copied(encode(obj)) for obj in objs]
+
+
+def _copied(message: Encoded) -> Encoded:
+    """Return a message that shares no memory with the encoded object."""
+    if isinstance(message, bytes):
+        return message
+    parts, buffers = message
+    return list(map(bytes, parts)), [memoryview(bytes(buffer)) for buffer in buffers]
 
 
 def _filling(code: int, slots: Slots) -> Callable[[int, Encoded, int], bool]:

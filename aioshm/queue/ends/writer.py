@@ -19,7 +19,7 @@ from aioshm.errors import AioshmError, PeerClosed, QueueFull
 from aioshm.process.limits import shortage
 from aioshm.queue.closing import Closable
 from aioshm.queue.ends.blocks import Loan, Message, itself, room_for
-from aioshm.queue.ends.sender import Sender
+from aioshm.queue.ends.sender import Sender, encode_all
 from aioshm.queue.handle import Answers, Handle, host_id
 from aioshm.queue.local.loans import ArraySpec
 from aioshm.queue.local.readers import LocalReaders
@@ -254,7 +254,7 @@ class Writer(Closable):
         deadline = deadline_after(timeout)
         if not self.state.core.passes():
             await self.prepare(deadline)
-        await self.send_many(list(map(self.sender.encode, objs)), deadline)
+        await self.send_many(encode_all(self.sender.encode, objs), deadline)
 
     async def send_many(self, messages: list[Encoded], deadline: float | None) -> None:
         """Send encoded objects; this end is ready."""

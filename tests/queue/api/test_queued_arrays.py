@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faces import pair
 from pairs import attached
 
 from aioshm import MessageQueue
@@ -91,3 +92,21 @@ async def test_each_array_arrives_as_it_was(how: str) -> None:
                     received.append(obj)
         for one, other in zip(received, sent, strict=True):
             same(one, other)
+
+
+def refilled(array: Any) -> Any:
+    for number in range(3):
+        array[:] = number
+        yield array
+
+
+async def test_a_generator_may_refill_one_array() -> None:
+    async with attached() as (writer, (reader,)):
+        await writer.enqueue_many(refilled(np.zeros(2000, np.uint8)), 20)
+        assert [bytes(await reader.dequeue(20))[-1] for _ in range(3)] == [0, 1, 2]
+
+
+def test_a_generator_may_refill_one_array_in_threads() -> None:
+    with pair() as (writer, reader):
+        writer.enqueue_many(refilled(np.zeros(2000, np.uint8)), 20)
+        assert [bytes(reader.dequeue(20))[-1] for _ in range(3)] == [0, 1, 2]
