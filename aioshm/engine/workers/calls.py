@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from aioshm.engine.workers.session import Session
 
 RETRY_S = 0.01
-"""The pause before a message is sent again, or in place of another one that cannot be sent."""
+"""The pause before another attempt to send a message, or a substitute for a message that cannot be sent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,7 @@ class Call:
     rank: int | None = None  # of the worker with the call
     stream: bool = False
     of_all: bool = False
-    order: int = 0  # position among the queued calls, from 1 on; 0: not queued yet
+    order: int = 0  # when the call was queued, by a counter; 0: never
     number: int = 0  # 0: not sent yet
     missing: set[int] = field(default_factory=set)  # ranks that have not answered yet
     results: dict[int, Any] = field(default_factory=dict)
@@ -70,17 +70,18 @@ class Call:
     taken: int = 0  # items taken since the worker last got credit for more
     failure: Exception | None = None  # of a call that failed outside of the method
     done: bool = False  # whether the caller has nothing more to wait for
-    abandoned: bool = False
+    abandoned: bool = False  # the caller has left: the call is unqueued, or cancelled in the worker
     ready: asyncio.Event = field(default_factory=asyncio.Event)  # there are new items, or the call is done
 
     def finish(self, failure: Exception | None = None) -> None:
-        """Let the caller check the call; ignored if the call is done."""
+        """Wake the caller, with this failure if any; ignored if the call is done."""
         if not self.done:
             self.done = True
             self.failure = failure
             self.ready.set()
 
     def check(self) -> None:
+        """Raise the failure or the errors of the call."""
         if self.failure is not None:
             raise self.failure
         if self.errors:
@@ -124,7 +125,7 @@ class CallTable:
         return [result for _, result in sorted(call.results.items())]
 
     async def _broadcast(self, call: Call) -> None:
-        """Send a call of all workers; until then nothing waits for the call, as the sending may fail."""
+        """Send a call of all workers, then register the call: sending may fail. For ``after`` see `Message`."""
         while True:
             after = {rank.rank: rank.last_call for rank in self._ranks.values() if rank.last_call}
             try:
@@ -214,20 +215,20 @@ class CallTable:
         if call.of_all:
             last = self._last_of_all
             if last is not None and last.missing:
-                return f"waits for the calls before it: no answer from {self._session.describe(last.missing)}"
+                return f"waits for earlier calls of all workers: no answer from {self._session.describe(last.missing)}"
             if self._settled.is_set():
-                return "no room in the queue of the calls of all workers"
-            return "waits for the replacements of dead workers"
+                return "no turn for a call of all workers"
+            return "no replacement of dead workers"
         present = [rank for rank, worker in self._ranks.items() if worker.present]
         if call.wanted is None:
-            return f"no idle worker: {self._session.describe(present) or 'all are being restarted'}"
+            return f"no idle worker ({self._session.describe(present) or 'all are being restarted'})"
         missing = "answer from" if call.wanted in present else "replacement of"
         return f"no {missing} {self._session.describe([call.wanted])}"
 
     # Which call is sent to which worker, and when
 
     def _ask(self, call: Call) -> None:
-        """Queue a call of one worker or of any, or send it if that worker is free."""
+        """Queue a call of one worker or of any, and send the call if a worker may take one now."""
         if self._session.failure is not None:
             call.finish(copy_error(self._session.failure))
             return
@@ -294,7 +295,7 @@ class CallTable:
                 self._post(self._ranks[rank], (kind, call.number, 0, value), call)
 
     def _post(self, rank: Rank, message: Message, call: Call) -> bool:
-        """Send a message, or keep the message in the outbox until there is room; return False if sending fails."""
+        """Send a message, or put it in the outbox while there is no room; False: it cannot be sent at all."""
         process = rank.process
         assert process is not None
         if not process.outbox:
@@ -303,7 +304,7 @@ class CallTable:
                 return True
             except QueueFull:
                 self._spawn(self._flush(rank, process))
-            except (PeerDied, QueueClosed):  # the process is ending: `remove` empties the outbox
+            except (PeerDied, QueueClosed):  # the process is ending: `remove` queues the unsent calls again
                 process.ended.set()
             except Exception as error:
                 self._refuse(rank, call, error)
@@ -367,7 +368,7 @@ class CallTable:
         elif number in self._answers.failed:
             assert rank.process is not None
             rank.process.ended.set()
-        else:  # the message may be the answer to any of these
+        else:  # the lost message may have answered any of these calls
             for call in self.sent_to(number):
                 call.errors[number] = failure_of(message)
                 self._answered(rank, call)
@@ -392,7 +393,7 @@ class CallTable:
             self._answered(rank, call)
 
     def _answered(self, rank: Rank, call: Call) -> None:
-        """Forget a call of a worker, which may take the next one."""
+        """End a worker's part of a call, and send the worker's next call."""
         self._drop(rank, call)
         if not call.missing:
             call.finish()
@@ -421,7 +422,7 @@ class CallTable:
         self.freed(rank)
 
     def update(self) -> None:
-        """Let calls of all workers pass if all are present and have answered, or never will."""
+        """Let calls of all workers pass if all are present and have answered, or the group has failed."""
         busy = self._last_of_all is not None and self._last_of_all.missing
         if self._session.failure is not None or (not busy and all(rank.present for rank in self._ranks.values())):
             self._settled.set()
@@ -434,7 +435,7 @@ class CallTable:
         self.update()
 
     def remove(self, rank: Rank, failure: AioshmError) -> None:
-        """Fail the calls in flight on a process that has ended. All others wait for its replacement."""
+        """Fail the calls in flight on a process that has ended; calls that were not sent stay queued."""
         self.leave(rank)
         process = rank.process
         assert process is not None

@@ -301,7 +301,7 @@ class TestAny:
 
             asking = [asyncio.create_task(ask(number)) for number in range(6)]
             await asyncio.sleep(0.02)
-            with pytest.raises(TimeoutError, match=rf"no idle worker: Worker_0 \(pid {group.pids[0]}\), Worker_1"):
+            with pytest.raises(TimeoutError, match=rf"no idle worker \(Worker_0 \(pid {group.pids[0]}\), Worker_1"):
                 await group.call_any("pid", timeout=0.01)
             asking.pop(2).cancel()
             assert not done

@@ -146,7 +146,7 @@ async def test_without_a_worker_that_makes_progress_calls_wait() -> None:
         for pid in group.pids:
             os.kill(pid, signal.SIGSTOP)
         await until(lambda: [info.state for info in group.workers] == ["stopped"] * 2)
-        with pytest.raises(TimeoutError, match=r"no idle worker: Worker_0 \(pid \d+, stopped.*Worker_1 "):
+        with pytest.raises(TimeoutError, match=r"no idle worker \(Worker_0 \(pid \d+, stopped.*Worker_1 "):
             await group.call_any("which", timeout=0.05)
         waiting = asyncio.create_task(group.call_any("which"))
         await asyncio.sleep(0.05)
