@@ -85,22 +85,22 @@ class BatchEncoder:
 
     def encode(self, batch: EventBatch, rank: int | None) -> bytes:
         """Encode ``batch``, or raise CodecError; ``rank`` is used if the batch names no rank."""
-        own = batch.data_parallel_rank
-        if own is not None:
-            rank = own
-        kind = type(batch)
-        if self._native is not None and (kind is EventBatch or kind is KVEventBatch):
-            payload = self._native.encode(batch.ts, batch.events, rank)
-            if payload is not None:
-                return payload
         try:
+            own = batch.data_parallel_rank
+            if own is not None:
+                rank = own
+            kind = type(batch)
+            if self._native is not None and (kind is EventBatch or kind is KVEventBatch):
+                payload = self._native.encode(batch.ts, batch.events, rank)
+                if payload is not None:
+                    return payload
             events = batch.events
             if self._arrays:
                 events = list(map(_to_array, events))
             elif UnknownEvent in map(type, events):
                 events = list(map(_without_wrapper, events))
             return self._encode([batch.ts, events, rank, *astuple(batch)[3:]])
-        except (TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
+        except Exception as error:  # events are of any type, and so are the errors of encoding
             raise CodecError(f"cannot encode this event batch: {error}") from error
 
 

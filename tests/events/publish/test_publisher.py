@@ -71,6 +71,14 @@ async def test_batch_that_cannot_be_encoded_is_a_visible_gap(ends: Ends, caplog:
     assert publisher.stats().unencodable == 1
 
 
+async def test_batch_whose_encoding_raises_any_error_leaves_the_sender_awake(ends: Ends) -> None:
+    publisher = ends.publisher()
+    publisher.publish(EventBatch(1.0, [BlockRemoved([memoryview(b"abcdef")[::2]], "GPU")]))  # type: ignore[list-item]
+    publisher.publish(batch(1))
+    await publisher.flush(5.0)
+    assert (publisher.stats().unencodable, publisher.stats().sent) == (1, 1)
+
+
 async def test_close_delivers_queued_batches(nothing_left: None) -> None:
     publisher = ZmqEventPublisher(0, ANY, bind=True)
     async with EventSubscriber(publisher.endpoint, start="live") as subscriber:
