@@ -110,10 +110,11 @@ def record(
 
     async def run() -> None:
         written = gaps = 0
-        with output.open("wb") as file:
-            recorder = Recorder(file)
-            try:
-                async with _subscriber(endpoints, replay, topic, from_start) as subscriber:
+        # The subscriber first: wrong arguments leave an older file alone.
+        async with _subscriber(endpoints, replay, topic, from_start) as subscriber:
+            with output.open("wb") as file:
+                recorder = Recorder(file)
+                try:
                     async for item in _deliveries(subscriber, duration):
                         if isinstance(item, Received):
                             source = item.source
@@ -126,9 +127,9 @@ def record(
                             _print_notices(item)
                         if written == count:
                             break
-            finally:
-                found = {"recorded": written, "file": str(output), "gaps": gaps}
-                _print_result(found, f"{written} batches recorded in {output}, {gaps} gaps", as_json)
+                finally:
+                    found = {"recorded": written, "file": str(output), "gaps": gaps}
+                    _print_result(found, f"{written} batches recorded in {output}, {gaps} gaps", as_json)
 
     run_interruptibly(run())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
+from aioshm.arguments import check_int, check_seconds, shown
 from aioshm.events.protocol.encoding import MAX_PAYLOAD_BYTES
 from aioshm.events.protocol.outbox import Overflow
 from aioshm.events.protocol.tracker import Start
@@ -164,16 +165,15 @@ class SubscriberSettings:
         start = self.start
         if not (start is None or start == "live" or (isinstance(start, int) and 0 <= start <= MAX_SEQ)):
             raise ValueError(f"start must be a number from 0 to {MAX_SEQ}, 'live' or None, not {start!r}")
-        if len(self.topic.encode()) > MAX_TOPIC_BYTES:
-            raise ValueError(f"topic must have at most {MAX_TOPIC_BYTES} bytes, not {len(self.topic.encode())}")
-        for name in ("replay_timeout", "check_interval", "gone_after_s"):
-            seconds = getattr(self, name)
-            if seconds is not None and seconds <= 0:
-                raise ValueError(f"{name} must be positive, not {seconds}")
-        for name in ("max_waiting", "max_backlog_bytes", "max_payload_bytes"):
-            count = getattr(self, name)
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, not {count}")
+        encoded_topic(self.topic)
+        check_seconds("replay_timeout", self.replay_timeout)
+        for name in ("check_interval", "gone_after_s"):
+            if getattr(self, name) is not None:
+                check_seconds(name, getattr(self, name))
+        check_int("max_waiting", self.max_waiting, minimum=1)
+        check_int("max_backlog_bytes", self.max_backlog_bytes, minimum=1)
+        if self.max_payload_bytes is not None:
+            check_int("max_payload_bytes", self.max_payload_bytes, minimum=1)
 
     def binds(self, endpoint: str) -> bool:
         """Return whether the subscriber binds an endpoint instead of connecting."""
@@ -192,6 +192,16 @@ class SubscriberSettings:
         if self.is_open(endpoint):
             return OPEN_MAX_PAYLOAD_BYTES
         return MAX_PAYLOAD_BYTES
+
+
+def encoded_topic(topic: str) -> bytes:
+    """Return a topic as bytes, checked."""
+    if not isinstance(topic, str):
+        raise TypeError(f"topic must be a str, not {shown(topic)}")
+    encoded = topic.encode()
+    if len(encoded) > MAX_TOPIC_BYTES:
+        raise ValueError(f"topic must have at most {MAX_TOPIC_BYTES} bytes, not {len(encoded)}")
+    return encoded
 
 
 _TRANSPORTS = ("tcp", "ipc", "inproc")

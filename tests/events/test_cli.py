@@ -173,6 +173,15 @@ def test_replay_keeps_the_encoding(tmp_path: Path, wire: Any, form: str) -> None
     assert (wrong.exit_code, "wire must be one of" in wrong.output) == (2, True)
 
 
+def test_recording_with_wrong_arguments_leaves_an_older_file_alone(tmp_path: Path) -> None:
+    file = tmp_path / "kept"
+    file.write_bytes(MAGIC)
+    result = invoke("record", "nonsense", "-o", str(file))
+    assert result.exit_code != 0
+    assert "nonsense" in result.stderr
+    assert file.read_bytes() == MAGIC
+
+
 def recorded(file: Path) -> list[int]:
     with suppress(CodecError, FileNotFoundError), file.open("rb") as found:
         return [one.seq for one in read_records(found)]

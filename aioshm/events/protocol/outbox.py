@@ -14,7 +14,8 @@ from itertools import islice
 from operator import itemgetter
 from typing import Literal, TypeAlias
 
-from aioshm.errors import PublisherClosed, QueueFull
+from aioshm.arguments import check_int
+from aioshm.errors import PublisherClosed, QueueFull, RoleError
 from aioshm.events.protocol.messages import EventBatch
 
 Overflow: TypeAlias = Literal["block", "drop", "raise"]
@@ -56,8 +57,7 @@ class Outbox:
     """A bounded queue between publishing threads and the sender."""
 
     def __init__(self, max_size: int, overflow: Overflow = "drop") -> None:
-        if max_size < 1:
-            raise ValueError(f"max_queue_size must be at least 1, not {max_size}")
+        check_int("max_queue_size", max_size, minimum=1)
         if overflow not in OVERFLOWS:
             raise ValueError(f"overflow must be one of {OVERFLOWS}, not {overflow!r}")
         self.dropped: int = 0  # batches that found the queue full
@@ -67,31 +67,42 @@ class Outbox:
         self.waiting: deque[tuple[int, EventBatch]] = deque()  # numbers and batches in order; the sender removes
         self._max_size = max_size
         self._overflow = overflow
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler that comes back gets an error, not a deadlock
+        self._inside = False
         self._idle = True  # the sender found nothing to do, and must be woken
+
+    def _enter(self) -> None:
+        """Note that the lock is in use; raise if a call of the same thread has the lock."""
+        if self._inside:
+            raise RoleError("a signal handler has interrupted a call of this event publisher: publish after the call")
+        self._inside = True
 
     def put(self, batch: EventBatch, *, may_drop: bool = True) -> bool:
         """Number ``batch`` and queue it if there is room; True if the caller must wake the sender."""
         with self._lock:
-            if self.closed:
-                raise PublisherClosed("this event publisher is closed")
-            seq = self.published
-            if len(self.waiting) < self._max_size:
-                self.waiting.append((seq, batch))
-            elif may_drop and self._overflow == "drop":
-                self.dropped += 1
-            else:
-                raise QueueFull(f"{len(self.waiting)} event batches wait to be sent, max_queue_size allows no more")
-            self.published = seq + 1
-            wake = self._idle
-            self._idle = False
-            return wake
+            self._enter()
+            try:
+                if self.closed:
+                    raise PublisherClosed("this event publisher is closed")
+                seq = self.published
+                if len(self.waiting) < self._max_size:
+                    self.waiting.append((seq, batch))
+                elif may_drop and self._overflow == "drop":
+                    self.dropped += 1
+                else:
+                    raise QueueFull(f"{len(self.waiting)} event batches wait to be sent, max_queue_size allows no more")
+                self.published = seq + 1
+                wake = self._idle
+                self._idle = False
+                return wake
+            finally:
+                self._inside = False
 
     def close(self) -> bool:
         """Refuse further batches; True the first time."""
         with self._lock:
             was_open = not self.closed
-            self.closed = True
+            self.closed = True  # also for the call that a handler has interrupted
             return was_open
 
     def take(self) -> tuple[int, EventBatch | None] | None:
@@ -100,14 +111,18 @@ class Outbox:
         If there is nothing to send, return None: the sender is idle, and the next ``put`` returns True.
         """
         with self._lock:
-            if self.waiting:
-                return self.waiting.popleft()
-            if self.last_sent == self.published - 1:
-                self._idle = True
-                return None
-            self.last_sent = self.published
-            self.published += 1
-            return self.last_sent, None
+            self._enter()
+            try:
+                if self.waiting:
+                    return self.waiting.popleft()
+                if self.last_sent == self.published - 1:
+                    self._idle = True
+                    return None
+                self.last_sent = self.published
+                self.published += 1
+                return self.last_sent, None
+            finally:
+                self._inside = False
 
     def abandon(self) -> tuple[int, int] | None:
         """Drop all waiting batches; return the first and the last number."""
@@ -128,8 +143,7 @@ class ReplayBuffer:
     """The last ``size`` batches, in rising order of their numbers."""
 
     def __init__(self, size: int) -> None:
-        if size < 0:
-            raise ValueError(f"buffer_steps must not be negative, not {size}")
+        check_int("buffer_steps", size, minimum=0)
         self._entries: deque[Entry] = deque(maxlen=size)
 
     def __len__(self) -> int:

@@ -397,17 +397,16 @@ class SourceTracker:
         due = self.gone_at
         if due is None or due > now:
             return
-        for stream, since in list(self._missing.items()):
-            if since + (self._gone_after_s or 0) > now:
-                continue
-            if self._pending is not None and self._pending[0] is stream:
-                self._missing[stream] = now
-                continue
-            del self._missing[stream]
-            self._streams = {key: known for key, known in self._streams.items() if known is not stream}
-            for question in self._questions:
-                if question.stream is stream:
-                    question.stream = None
+        if self._pending is not None and self._pending[0] in self._missing:
+            self._missing[self._pending[0]] = now
+        after_s = self._gone_after_s or 0
+        gone = {stream: since for stream, since in self._missing.items() if since + after_s <= now}
+        self._missing = {stream: since for stream, since in self._missing.items() if stream not in gone}
+        self._streams = {key: stream for key, stream in self._streams.items() if stream not in gone}
+        for question in self._questions:
+            if question.stream in gone:
+                question.stream = None
+        for stream, since in gone.items():
             self.stats.gone += 1
             self._emit(PublisherGone(stream.source, stream.expected, now - since))
 

@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import zmq
 
+from aioshm.arguments import check_int
 from aioshm.errors import CodecError, PublisherClosed, QueueFull
-from aioshm.events.config import CLOSE_TIMEOUT_S, KVEventsConfig, PublisherSettings, passed_on
+from aioshm.events.config import CLOSE_TIMEOUT_S, KVEventsConfig, PublisherSettings, encoded_topic, passed_on
 from aioshm.events.protocol.encoding import BatchEncoder
 from aioshm.events.protocol.messages import EventBatch
 from aioshm.events.protocol.outbox import Outbox, PublisherStats, ReplayBuffer
-from aioshm.events.protocol.wire import MAX_SEQ, MAX_TOPIC_BYTES, formats_of, pack_seq
+from aioshm.events.protocol.wire import MAX_SEQ, formats_of, pack_seq
 from aioshm.events.publish.replay_server import ReplayServer
 from aioshm.events.publish.sockets import PublisherSockets
 from aioshm.logs import LogLimiter
@@ -43,11 +44,8 @@ class PublisherCore:
 
     def __init__(self, settings: PublisherSettings) -> None:
         encoding, replay_format = formats_of(settings.wire)
-        if settings.hwm < 0:
-            raise ValueError(f"hwm must not be negative, not {settings.hwm}")
-        self._topic = settings.topic.encode()
-        if len(self._topic) > MAX_TOPIC_BYTES:
-            raise ValueError(f"topic must have at most {MAX_TOPIC_BYTES} bytes, not {len(self._topic)}")
+        check_int("hwm", settings.hwm, minimum=0, maximum=2**31 - 1)  # a C int
+        self._topic = encoded_topic(settings.topic)
         buffer = ReplayBuffer(settings.buffer_steps)
         self._stats = PublisherStats()  # ``stats`` adds the outbox's numbers
         self.outbox: Outbox = Outbox(settings.max_queue_size, settings.overflow)

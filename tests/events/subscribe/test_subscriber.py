@@ -154,6 +154,7 @@ async def test_another_loop_is_refused(ends: Ends) -> None:
         (("tcp://h:1",), {"start": 2**64 - 1}),
         (("tcp://h:1",), {"start": "now"}),
         (("tcp://h:1",), {"replay_timeout": 0}),
+        (("tcp://h:1",), {"replay_timeout": float("nan")}),
         (("tcp://h:1",), {"check_interval": 0}),
         (("tcp://h:1",), {"gone_after_s": 0}),
         (("tcp://h:1",), {"max_waiting": 0}),
