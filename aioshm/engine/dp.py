@@ -418,6 +418,7 @@ class DPCoordinator(ProcessManager):
             EngineStartupError: As from the class.
             RoleError: The process still runs, or the coordinator is closed.
         """
+        self._waves.restarted = True
         self._reported = self._launch(lambda job: self.start_again(NAME, job))
         try:
             self.wait_until_bound()

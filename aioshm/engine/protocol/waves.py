@@ -126,6 +126,7 @@ class Waves:
     def __init__(self, n_engines: int, *, lockstep: bool = True, kv_cache_usage: bool = True) -> None:
         self.wave: int = 0  # the current wave, or the next one while engines are paused
         self.running: bool = False
+        self.restarted: bool = False  # with the coordinator: begins at wave 0, and learns the engines' wave from them
         self._lockstep = lockstep
         self._kv_cache_usage = kv_cache_usage
         self._loads = [SchedulerStats()] * n_engines
@@ -231,8 +232,8 @@ class Waves:
             raise ValueError(f"there is no engine {index}: there are {len(self._loads)}")
 
     def _check_wave(self, index: int, wave: int) -> None:
-        # A coordinator that was restarted begins at wave 0, and learns the engines' wave from the first report.
-        if self.wave and wave > self.wave + MAX_WAVES_AHEAD:
+        knows_wave = self.wave > 0 or not self.restarted
+        if knows_wave and wave > self.wave + MAX_WAVES_AHEAD:
             raise ValueError(f"engine {index} speaks of wave {wave}, and the current wave is {self.wave}")
 
     # Publications

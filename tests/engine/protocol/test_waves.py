@@ -185,6 +185,9 @@ class TestUnknownEngines:
 
 def test_wave_far_ahead_is_believed_after_a_restart_only() -> None:
     waves = Waves(2)
+    with pytest.raises(ValueError, match="wave 5000, and the current wave is 0"):
+        waves.start(0, 5000)
+    waves.restarted = True
     assert waves.start(0, 5000) == StartWave(5000, 0)
     assert waves.wave == 5000
     for report in (waves.start, waves.complete):

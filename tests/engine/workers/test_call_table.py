@@ -173,8 +173,11 @@ class Group:
 
     def answer(self, number: int, how: str) -> None:
         rank = self.ranks[number]
+        assert rank.process is not None
+        if not rank.present or rank.process.requests.dead:  # type: ignore[attr-defined]
+            return
         calls = self.unanswered(number)
-        if not (rank.present and calls):
+        if not calls:
             return
         kind, call, _, value = calls[0]
         if how == "item":
