@@ -220,7 +220,7 @@ class TestTime:
             second = asyncio.create_task(group.collective_rpc("add", (1,)))
             third = asyncio.create_task(group.collective_rpc("add", (2,)))
             await asyncio.sleep(0)
-            with pytest.raises(TimeoutError, match="waits for the calls before it"):
+            with pytest.raises(TimeoutError, match="waits for earlier calls of all workers"):
                 await group.collective_rpc("add", (3,), timeout=0.05)
             second.cancel()
             go.touch()
