@@ -47,6 +47,7 @@ class EngineLife(Life):
         super().__init__(rank, rules.restart, rules.on_change, pid)
         self.unit = unit
         self.history = unit.history
+        self.starting: asyncio.Future[Child | EngineActor] | None = None  # the latest start, perhaps done
         unit.lives.append(self)
         self.begin()
 
@@ -73,7 +74,7 @@ class Unit:
         self.history: RestartHistory = RestartHistory(restart)
         self.lives: list[EngineLife] = []
         self.fallen: EngineLife | None = None  # the first to die since the engines were started
-        self.ends_by_hand: bool = False  # since then, see `EngineRestarts.restart`; in lockstep a peer may fall first
+        self.ends_by_hand: bool = False  # `restart` has ended one of them; in lockstep a peer may fall first
         self.task: asyncio.Task[None] | None = None  # starts the engines
 
     @property
@@ -91,7 +92,7 @@ class EngineRestarts:
         self._rules = rules
         self.lives: dict[int, EngineLife] = {}  # the engines of this host, by rank
         self.failure: EngineDead | None = None  # why nothing is restarted any more
-        self.failed: asyncio.Event = asyncio.Event()  # set then, and when this is closed
+        self.failed: asyncio.Event = asyncio.Event()  # set on failure, and on close
         self._tasks: set[asyncio.Task[None]] = set()
         self._all = Unit(rules.restart)  # in lockstep
         self._coordinator_life = Life(0, rules.restart)
@@ -139,7 +140,7 @@ class EngineRestarts:
         return self._all if self._rules.lockstep else Unit(self._rules.restart)
 
     async def remove(self, rank: int) -> None:
-        """Stop an engine that is no member any more; also if this is cancelled."""
+        """Stop an engine that is no member any more, and void the keys; also if this is cancelled."""
         life = self.lives.pop(rank)
         if life.unit.task is not None:
             life.unit.task.cancel()
@@ -150,6 +151,8 @@ class EngineRestarts:
                 await self._members.acknowledged()
         finally:  # also if this is cancelled: the engine is no member any more
             try:
+                if life.starting is not None:
+                    await asyncio.gather(life.starting, return_exceptions=True)
                 with suppress(ValueError):  # the first start has not begun
                     await self._manager.stop_engine(rank)
             finally:
@@ -253,7 +256,7 @@ class EngineRestarts:
             unit.task = self._spawn(self._bring_up(unit), f"engine-{life.rank}")
 
     async def _bring_up(self, unit: Unit) -> None:
-        """Start the engines of a unit, until all of them are ready."""
+        """Start the engines of a unit until all are ready, or give up."""
         while unit.fallen is None or await self._may_start_again(unit, unit.fallen):
             unit.fallen = None
             unit.ends_by_hand = False
@@ -293,7 +296,8 @@ class EngineRestarts:
         self._startup.expect(rank)
         life.begin()
         try:
-            process = await in_thread(lambda: self._manager.start_engine(rank))
+            life.starting = asyncio.ensure_future(in_thread(lambda: self._manager.start_engine(rank)))
+            process = await asyncio.shield(life.starting)  # goes on when cancelled: `remove` waits for the process
         except Exception as error:
             life.exited.cancel()
             life.cause = f"engine {rank} could not be started: {error}"

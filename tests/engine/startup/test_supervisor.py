@@ -159,6 +159,29 @@ async def test_an_engine_that_does_not_finish_is_waited_for_as_long_as_said() ->
             supervisor.client.add_engine(0)
 
 
+async def test_engine_that_is_removed_while_its_process_starts_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with EngineSupervisor(serve, 2) as supervisor:
+        manager = supervisor.launch.engine_manager
+        start_engine = manager.start_engine
+        begun: list[int] = []
+        started: list[Any] = []
+
+        def start_slowly(rank: int) -> Any:
+            begun.append(rank)
+            time.sleep(1)
+            started.append(start_engine(rank))
+            return started[0]
+
+        monkeypatch.setattr(manager, "start_engine", start_slowly)
+        os.kill(supervisor.engines[1].pid or 0, signal.SIGKILL)
+        await until(lambda: begun == [1])
+        await supervisor.scale(1)
+        assert started[0].exitcode is not None
+        assert [process.name for process in manager.processes] == ["EngineCore_0"]
+
+
 async def test_killed_coordinator_is_found_again() -> None:
     async with EngineSupervisor(serve, 2, restart=MANY) as supervisor:
         launch = supervisor.launch
