@@ -221,7 +221,7 @@ class Progress:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Be idle, and give signs of life, until the end of the block: in a process without steps or calls."""
-        if not self.is_watched or self._words[_TURNED]:  # it has steps or calls
+        if not self.is_watched or self._words[_TURNED]:  # nobody looks, or signs are given
             yield
             return
         self.enter(IDLE)
@@ -262,7 +262,7 @@ def expect(seconds: float) -> Iterator[None]:
 
 
 def _waiting_frames(awaited: Any) -> Iterator[str]:
-    """Yield the calls of a coroutine that waits, the outermost first, as ``faulthandler`` writes them."""
+    """Yield the calls of a waiting coroutine, outermost first, in the line format of ``faulthandler``."""
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
         if frame is not None:
@@ -271,7 +271,7 @@ def _waiting_frames(awaited: Any) -> Iterator[str]:
 
 
 def _write_stacks_to(descriptor: int) -> bool:
-    """Write the stacks of all threads on `STACK_SIGNAL`, and on SIGABRT; return whether the former is handled."""
+    """Have `STACK_SIGNAL` write the stacks there, and faults to the stderr; return whether the signal is handled."""
     if not faulthandler.is_enabled() and sys.stderr is not None:
         with suppress(OSError, ValueError, RuntimeError, AttributeError):  # stderr has no descriptor
             faulthandler.enable()

@@ -313,7 +313,7 @@ class Poller:
 
 
 def _locked(ready: Callable[[], object]) -> object:
-    """Return ``ready()``, called while this thread holds the process lock."""
+    """Return ``ready()``, called with the process lock, which is free afterwards: also if this thread had the lock."""
     process_lock.acquire(get_ident())
     try:
         return ready()

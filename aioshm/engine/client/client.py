@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias, get_args
 
-import msgspec
-
 from aioshm.arguments import check_int, check_seconds
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
@@ -17,7 +15,14 @@ from aioshm.engine.client.link import EngineLink
 from aioshm.engine.client.liveness import OnLate
 from aioshm.engine.client.requests import Inbox, OutputStream, PendingCall
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
-from aioshm.engine.protocol.messages import EngineCoreRequestType, PauseMode, PauseOrder, check_mode, request_id_of
+from aioshm.engine.protocol.messages import (
+    EngineCoreRequestType,
+    PauseMode,
+    PauseOrder,
+    check_mode,
+    encode,
+    request_id_of,
+)
 from aioshm.engine.protocol.payloads import PayloadEncoder
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.stats import EngineClientStats
@@ -31,8 +36,6 @@ Resubmit: TypeAlias = Literal["unstarted"]
 
 _ABORT = EngineCoreRequestType.ABORT.value
 _UTILITY = EngineCoreRequestType.UTILITY.value
-
-_encode_plain = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,7 +403,7 @@ class EngineClient(AsyncClosing):
             for request_id in ids:
                 link.pending.abort(request_id)
             if engine is not None:
-                link.send(engine, _ABORT, [_encode_plain(ids)])
+                link.send(engine, _ABORT, [encode(ids)])
 
     async def call(self, method: str, *args: Any, engine: int | None = None) -> Any:
         """Call a method of the engine.

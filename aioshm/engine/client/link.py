@@ -28,6 +28,7 @@ from aioshm.engine.protocol.messages import (
     PAUSE,
     EngineCoreRequestType,
     EnvelopeDecoder,
+    encode,
     order_or_none,
 )
 from aioshm.engine.protocol.payloads import Frame
@@ -49,7 +50,6 @@ _LOG_INTERVAL_S = 10.0
 _ADD = EngineCoreRequestType.ADD.value
 _ABORT = EngineCoreRequestType.ABORT.value
 
-_encode_plain = msgspec.msgpack.Encoder().encode
 _decode_counts = msgspec.msgpack.Decoder(tuple[list[list[float]] | None, int, bool]).decode
 
 
@@ -215,7 +215,7 @@ class EngineLink:
         """Abort requests at a living engine."""
         if self.dead is None and engine is not None and engine.death is None:
             with suppress(EngineDead):  # its death will be reported
-                self.send(engine, _ABORT, [_encode_plain(request_ids)])
+                self.send(engine, _ABORT, [encode(request_ids)])
 
     def leave(self, inbox: Inbox) -> None:
         if inbox.ended or self.closed or self._loop.is_closed():

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from aioshm.engine.client.engines import Engine
 from aioshm.engine.client.requests import PendingCall
 from aioshm.engine.protocol.messages import (
@@ -16,6 +14,7 @@ from aioshm.engine.protocol.messages import (
     PauseMode,
     PauseOrder,
     describe_unpaused,
+    encode,
     order_or_none,
 )
 from aioshm.errors import CallFailed, EngineDead, RequestFailed, RoleError, copy_error
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from aioshm.engine.client.link import EngineLink
 
 _UTILITY = EngineCoreRequestType.UTILITY.value
-
-_encode_plain = msgspec.msgpack.Encoder().encode
 
 
 class PauseOfEngines:
@@ -111,7 +108,7 @@ class PauseOfEngines:
         call = engine.order = link.pending.call(method, engine)
         call.answer.add_done_callback(lambda _: self._answered(call))
         try:
-            link.send(engine, _UTILITY, [_encode_plain((link.index, call.call_id, method, args))])
+            link.send(engine, _UTILITY, [encode((link.index, call.call_id, method, args))])
         except EngineDead as error:  # its death will be reported
             call.answer.set_exception(error)
 

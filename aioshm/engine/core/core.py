@@ -28,6 +28,7 @@ from aioshm.engine.protocol.messages import (
     SchedulerStats,
     StartWave,
     UtilityOutput,
+    encode,
     error_output,
     is_finished,
     pop_mark,
@@ -62,7 +63,6 @@ _ABORT = EngineCoreRequestType.ABORT.value
 _START_DP_WAVE = EngineCoreRequestType.START_DP_WAVE.value
 _UTILITY = EngineCoreRequestType.UTILITY.value
 
-_encode_plain = msgspec.msgpack.Encoder().encode
 _decode_head = msgspec.msgpack.Decoder(tuple[int, int, str, msgspec.Raw]).decode
 """Decodes a call without its arguments."""
 
@@ -148,7 +148,7 @@ class EngineCore:
         fields = self._fields
         if self._order.version:
             fields = {**fields, PAUSE: self._order}
-        return _encode_plain(fields) if fields else b""
+        return encode(fields) if fields else b""
 
     async def run(self) -> None:
         """Serve until cancelled, or until a step fails."""

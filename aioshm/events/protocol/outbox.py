@@ -60,9 +60,9 @@ class Outbox:
         check_int("max_queue_size", max_size, minimum=1)
         if overflow not in OVERFLOWS:
             raise ValueError(f"overflow must be one of {OVERFLOWS}, not {overflow!r}")
-        self.dropped: int = 0  # batches that found the queue full
+        self.dropped: int = 0  # batches that found the queue full, or were abandoned
         self.published: int = 0  # numbers given out
-        self.last_sent: int = -1  # last number that was sent, or -1; set by the sender
+        self.last_sent: int = -1  # last number that was sent, or -1; set by the sender and `take`
         self.closed: bool = False
         self.waiting: deque[tuple[int, EventBatch]] = deque()  # numbers and batches in order; the sender removes
         self._max_size = max_size
@@ -102,7 +102,7 @@ class Outbox:
         """Refuse further batches; True the first time."""
         with self._lock:
             was_open = not self.closed
-            self.closed = True  # also for the call that a handler has interrupted
+            self.closed = True  # a signal handler may close inside of another call
             return was_open
 
     def take(self) -> tuple[int, EventBatch | None] | None:
@@ -125,7 +125,7 @@ class Outbox:
                 self._inside = False
 
     def abandon(self) -> tuple[int, int] | None:
-        """Drop all waiting batches; return the first and the last number."""
+        """Drop all waiting batches; return the first and the last number, or None."""
         with self._lock:
             if not self.waiting:
                 return None

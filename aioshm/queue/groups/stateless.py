@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from time import monotonic
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from aioshm.arguments import check_int, check_seconds, shown
+from aioshm.closing import Closing
 from aioshm.errors import GroupBroken, RoleError
 from aioshm.process.background import run_apart
 from aioshm.queue.groups.process_group import check_rank
@@ -59,7 +59,7 @@ class _Identity(msgspec.Struct, frozen=True):
         return text
 
 
-class StatelessProcessGroup:
+class StatelessProcessGroup(Closing):
     """Processes that broadcast and gather objects, over a ``torch.distributed.TCPStore`` at rank 0.
 
     It needs no ``init_process_group``; a process can have any number of groups. Every rank calls `create`. All ranks
@@ -227,14 +227,6 @@ class StatelessProcessGroup:
     def close(self) -> None:
         """Leave the group; rank 0's store ends. Idempotent."""
         self._store = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "open"

@@ -48,8 +48,6 @@ def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -
 class _Place(Place):
     """One reader in a blocking merge, which also acquires the lock of the blocking API."""
 
-    __slots__ = ("held", "locked")
-
     def __init__(self, rank: int, queue: MessageQueue[Any], shared: SharedSleep) -> None:
         super().__init__(rank, queue, shared)
         self.held: BlockingEnd = queue.held

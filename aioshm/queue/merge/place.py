@@ -75,24 +75,6 @@ class SharedSleep:
 class Place:
     """One reader in a merge."""
 
-    __slots__ = (
-        "_progress",
-        "_shared",
-        "_source",
-        "entered",
-        "failure",
-        "hidden",
-        "late",
-        "rank",
-        "reader",
-        "ready",
-        "receive",
-        "ring",
-        "running",
-        "stall",
-        "watching",
-    )
-
     def __init__(self, rank: int, queue: QueueBase[Any], shared: SharedSleep) -> None:
         assert isinstance(queue.end, Reader)
         self.rank: int = rank
