@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from aioshm import Handle, MessageQueue, Options, QueueClosed
+from aioshm.process.placement import usable_cpus
 from aioshm.queue.ends.writer import Writer
-from aioshm.wait.cpus import usable_cpus
 from benchmarks.framework.crew import BenchmarkError, Boss, Crew, Hand
 from benchmarks.framework.harness import Settings, main, progress
 from benchmarks.framework.report import Report, percentile

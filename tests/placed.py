@@ -23,7 +23,7 @@ class Placed:
         return self.found
 
     def usable_cpus(self) -> int:
-        from aioshm.wait.cpus import usable_cpus
+        from aioshm.process.placement import usable_cpus
 
         return usable_cpus()
 

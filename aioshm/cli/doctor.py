@@ -22,13 +22,12 @@ import aioshm
 from aioshm.cli.app import CommandFailed, print_json
 from aioshm.config import Options, native_wanted
 from aioshm.events.protocol.encoding import NativeEncoder
-from aioshm.process.placement import allowed_cpus, numa_nodes, show_cpus, sockets
+from aioshm.process.placement import allowed_cpus, numa_nodes, show_cpus, sockets, usable_cpus
 from aioshm.process.proc import handles_child_exits, zombies_of
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.ring.cores import FULL_FENCE, RECHECK_S, STRONG_ORDER, native_core
 from aioshm.ring.layout import Layout
 from aioshm.ring.segment import orphans, remove_orphan
-from aioshm.wait.cpus import usable_cpus
 from aioshm.wait.policy import WakeUpCost, bounded
 from aioshm.wait.timer import measure_wake_up
 

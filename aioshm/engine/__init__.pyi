@@ -6,7 +6,6 @@ from aioshm.engine.core.process import HandshakeOptions as HandshakeOptions
 from aioshm.engine.core.process import run_engine_core as run_engine_core
 from aioshm.engine.core.process import shake_hands as shake_hands
 from aioshm.engine.dp import DPCoordinator as DPCoordinator
-from aioshm.engine.endpoints import get_engine_client_zmq_addr as get_engine_client_zmq_addr
 from aioshm.engine.kv import bind_kv_cache as bind_kv_cache
 from aioshm.engine.kv import copy_slice as copy_slice
 from aioshm.engine.protocol.addresses import CoreEngine as CoreEngine
@@ -25,6 +24,7 @@ from aioshm.engine.protocol.messages import SchedulerStats as SchedulerStats
 from aioshm.engine.protocol.messages import UtilityOutput as UtilityOutput
 from aioshm.engine.ray.cluster import EngineNeeds as EngineNeeds
 from aioshm.engine.ray.manager import CoreEngineActorManager as CoreEngineActorManager
+from aioshm.engine.security.bound_sockets import get_engine_client_zmq_addr as get_engine_client_zmq_addr
 from aioshm.engine.security.keys import EngineCredentials as EngineCredentials
 from aioshm.engine.security.keys import EngineKeys as EngineKeys
 from aioshm.engine.startup.api_servers import APIServerProcessManager as APIServerProcessManager

@@ -17,7 +17,6 @@ import zmq
 
 from aioshm.arguments import check_int, check_seconds
 from aioshm.closing import Closing
-from aioshm.engine.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.protocol.addresses import MAX_INDEX
 from aioshm.engine.protocol.messages import COORDINATOR_READY, SUBSCRIBE_TO_ALL, StartWave, encode
 from aioshm.engine.protocol.waves import (
@@ -32,7 +31,13 @@ from aioshm.engine.protocol.waves import (
     encode_start,
 )
 from aioshm.engine.security.binding import ENGINES, FRONT_ENDS, Protection, over_tcp, warn_of_strangers
-from aioshm.engine.security.bound_sockets import MAX_STRANGE_BYTES, BoundSockets, user_of, with_sender
+from aioshm.engine.security.bound_sockets import (
+    MAX_STRANGE_BYTES,
+    BoundSockets,
+    get_engine_client_zmq_addr,
+    user_of,
+    with_sender,
+)
 from aioshm.engine.security.keys import EngineKeys, keys_for_front_end
 from aioshm.errors import EngineStartupError
 from aioshm.logs import LogLimiter

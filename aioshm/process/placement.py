@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any, NamedTuple, TypeAlias
 
 from aioshm.arguments import check_int, shown
@@ -231,3 +233,49 @@ def _memory(file: Path) -> dict[str, int]:
     except OSError:
         return {}
     return {name.rstrip(":"): int(size) * 1024 for _, _, name, size, *unit in map(str.split, lines) if unit == ["kB"]}
+
+
+# The CPUs that cgroups leave
+
+_CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+def usable_cpus(
+    cgroup: Path = _CGROUP, *, own_cgroup: Path = _OWN_CGROUP, own: int = 0, pids: Iterable[int] = ()
+) -> int:
+    """Return how many CPUs (at least 1) the affinity of the processes and the cgroup leave."""
+    try:
+        together = set(os.sched_getaffinity(own))
+        for pid in pids:
+            with suppress(OSError):  # the process is gone, or in another pid namespace
+                together |= os.sched_getaffinity(pid)
+        cpus = len(together)
+    except AttributeError:  # macOS has no affinity
+        cpus = os.cpu_count() or 1
+    return max(1, int(min(cpus, _quota(cgroup, own_cgroup, int(monotonic())))))
+
+
+@functools.lru_cache(maxsize=1)
+def _quota(cgroup: Path, own_cgroup: Path, _second: int) -> float:
+    """Return the CPUs that the cgroup (v2) of this process and its parents grant (cgroups(7)), read once a second."""
+    path = ""
+    with suppress(OSError, IndexError):  # no /proc, or no cgroups: the root's quota counts
+        path = own_cgroup.read_text().split("0::", 1)[1].partition("\n")[0].strip("/")
+    folder = cgroup / path
+    if ".." in path or not folder.is_dir():  # outside of this namespace, or not visible in this container
+        folder = cgroup
+    quotas = [_cpu_max(folder)]
+    while folder != cgroup:
+        folder = folder.parent
+        quotas.append(_cpu_max(folder))
+    return min(quotas)
+
+
+def _cpu_max(folder: Path) -> float:
+    """Return the CPUs of "cpu.max" (Documentation/admin-guide/cgroup-v2.rst)."""
+    try:
+        granted, period = (folder / "cpu.max").read_text().split()
+        return int(granted) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):  # no quota ("max"), or no such file
+        return float("inf")

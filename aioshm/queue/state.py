@@ -24,9 +24,8 @@ from aioshm.queue.closing import ClosingOrder
 from aioshm.queue.source import NoRing
 from aioshm.queue.stats import QueueStats, Rates
 from aioshm.ring import RingReader, RingWriter
-from aioshm.wait.cpus import policy_for
 from aioshm.wait.limits import Stall, settle
-from aioshm.wait.poller import Poller, WaitStats
+from aioshm.wait.poller import Poller, WaitStats, policy_for
 
 if TYPE_CHECKING:
     from aioshm.queue.ends.reader import Reader

@@ -18,13 +18,15 @@ from threading import get_ident
 from time import monotonic, monotonic_ns
 from typing import Any, Protocol
 
+from aioshm.config import Options
 from aioshm.lifeline.sockets import Doorbell
 from aioshm.process.limits import naming_limits
 from aioshm.process.loop_thread import process_lock
+from aioshm.process.placement import usable_cpus
 from aioshm.ring.cores import memory_fence
 from aioshm.wait.limits import Limits, Stall
 from aioshm.wait.policy import Policy, Step, WaitMode
-from aioshm.wait.timer import Timer, open_timer, timerfd_settime
+from aioshm.wait.timer import Timer, open_timer, timerfd_settime, wake_up_cost
 
 INLINE_SPIN_NS = 20_000
 """How long a spin holds the event loop before other tasks run."""
@@ -321,3 +323,23 @@ def _locked(ready: Callable[[], object]) -> object:
         process_lock.owner = process_lock.next_owner
         if process_lock.waiting:
             process_lock.wake()
+
+
+def _apart(peers: Sequence[int]) -> bool:
+    """Return whether no peer is in this process, where a spin would keep the loop, or the GIL, from the peer."""
+    return os.getpid() not in peers
+
+
+def policy_for(peers: Sequence[int], options: Options, *, in_threads: bool = False) -> Policy:
+    """Return the policy of an end on the loop, or of threads; ``peers``: the pids of the peers, 0 where unknown."""
+    apart = _apart(peers)
+    own = os.getpid() if in_threads else 0  # the program's threads wait, not this thread, which is the loop's
+    cpus = usable_cpus(own=own, pids=[pid for pid in peers if pid > 0])
+    return Policy(
+        may_spin=apart and cpus > 1,
+        crowded=apart and 1 + len(peers) > cpus,
+        in_threads=in_threads,
+        max_spin_cpu=options.max_spin_cpu,
+        mode=options.wait,
+        cost=wake_up_cost,
+    )

@@ -21,7 +21,7 @@ from typing import Any
 import zmq
 
 import aioshm
-from aioshm.wait.cpus import usable_cpus
+from aioshm.process.placement import usable_cpus
 from benchmarks.framework.crew import BenchmarkError
 from benchmarks.framework.report import Report
 

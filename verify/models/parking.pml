@@ -19,7 +19,7 @@
  *     park            -                                   wait/poller.py Poller._sleep
  *     release         finish, writer_parked               ReaderBase.release, take_many, ReaderControl.give_back
  *     can_go_on       -                                   ring/ends.py ReaderControl.writer_can_go_on, WriterControl.want;
- *                                                         queue/local/waker.py WriterWaker.wake
+ *                                                         queue/local/leases.py WriterWaker.wake
  *     woken by end    -                                   lifeline/listener.py, dialer.py (end of file), LocalReaders.gone
  *
  * -DREADERS_SLEEP: the writer publishes MESSAGES, BATCH of them with one fence, a reader sleeps for each; the writer may be

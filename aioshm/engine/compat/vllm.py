@@ -1,6 +1,6 @@
 """vLLM 0.33's ``MessageQueue``, on this library's queue: the same names, arguments and results, for blocking callers.
 
-With ``AIOSHM_VLLM=1`` it replaces vLLM's own in all of its processes; see `vllm_plugin`. Differences:
+With ``AIOSHM_VLLM=1`` it replaces vLLM's own in all of its processes; see `register`. Differences:
 
 * Readers sleep between messages instead of spinning for a second after each; a timer wakes them for steady steps.
 * When a process dies, or closes its end, waiting calls of its peers raise an error that names the process (`PeerDied`,
@@ -14,14 +14,18 @@ With ``AIOSHM_VLLM=1`` it replaces vLLM's own in all of its processes; see `vllm
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
+import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from aioshm.config import vllm_options
+from aioshm.config import vllm_options, vllm_wanted
 from aioshm.errors import AioshmError, HandleError, QueueCancelled, QueueClosed, RoleError
 from aioshm.process.limits import start_thread
 from aioshm.queue import blocking
@@ -33,7 +37,9 @@ if TYPE_CHECKING:
 
     from aioshm.queue.groups.process_group import ObjectGroup
 
-__all__ = ["Handle", "MessageQueue"]
+__all__ = ["Handle", "MessageQueue", "register"]
+
+logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _Queue = blocking.MessageQueue  # a parameter of vLLM's is named blocking
 
@@ -311,3 +317,63 @@ def _around(queue: _Queue, wait: bool) -> MessageQueue:
     if wait:
         self.wait_until_ready()
     return self
+
+
+# The plugin: vLLM calls `register` in each of its processes before it creates its queues (the entry points' group
+# ``vllm.general_plugins``). vLLM's modules may have imported the class before: it is replaced in each of them.
+
+QUEUE_MODULE: Final = "vllm.distributed.device_communicators.shm_broadcast"
+
+
+def register() -> None:
+    """Replace vLLM's ``MessageQueue`` wherever this process has imported it, if ``AIOSHM_VLLM=1``. Idempotent.
+
+    A vLLM whose queue has another interface than that of 0.33 keeps its own.
+    """
+    if not vllm_wanted():
+        return
+    own: Any = importlib.import_module(QUEUE_MODULE).MessageQueue
+    if own is MessageQueue:
+        return
+    found = differences(own, MessageQueue)
+    if found:
+        logger.error(
+            "AIOSHM_VLLM=1 has no effect: this vLLM's message queue is not that of 0.33 (%s); install an aioshm "
+            "made for it, or unset the variable",
+            "; ".join(found),
+        )
+        return
+    replaced = []
+    for name, module in list(sys.modules.items()):
+        # By its dictionary: packages that import lazily would import whatever has the name.
+        if getattr(module, "__dict__", {}).get("MessageQueue") is own:
+            module.MessageQueue = MessageQueue  # type: ignore[attr-defined]
+            replaced.append(name)
+    logger.info("vLLM's message queue is aioshm's, in %s", ", ".join(sorted(replaced)))
+
+
+def differences(found: type, expected: type) -> list[str]:
+    """Return how the public methods of a class differ from the expected ones."""
+    different = []
+    for name, parameters in signatures(expected).items():
+        other = signatures(found).get(name, "missing")
+        if other != parameters:
+            different.append(f"{name}: {other} instead of {parameters}")
+    return different
+
+
+def signatures(queue: type) -> dict[str, str]:
+    """Return the parameters of a class's public methods, without annotations and keyword-only ones."""
+    found = {}
+    for name in dir(queue):
+        method = getattr(queue, name)
+        if name == "__init__" or (not name.startswith("_") and inspect.isfunction(method)):
+            shown = []
+            for parameter in inspect.signature(method).parameters.values():
+                text = parameter.name
+                if parameter.default is not parameter.empty:
+                    text += f"={parameter.default!r}"
+                if parameter.kind is not parameter.KEYWORD_ONLY:
+                    shown.append(text)
+            found[name] = f"({', '.join(shown)})"
+    return found

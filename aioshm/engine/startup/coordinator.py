@@ -13,7 +13,6 @@ import zmq
 from aioshm.arguments import check_seconds
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
-from aioshm.engine.endpoints import check_handshake_address
 from aioshm.engine.protocol.addresses import (
     CoreEngine,
     CoreEngineState,
@@ -25,7 +24,7 @@ from aioshm.engine.protocol.addresses import (
 )
 from aioshm.engine.protocol.handshake import FrontEndHandshake
 from aioshm.engine.security.binding import Protection, over_tcp
-from aioshm.engine.security.bound_sockets import BoundSockets, sender_of, user_of, with_sender
+from aioshm.engine.security.bound_sockets import BoundSockets, check_handshake_address, sender_of, user_of, with_sender
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.startup.options import StartupOptions
 from aioshm.engine.startup.processes import local_engines, startup_failure, stop_startup

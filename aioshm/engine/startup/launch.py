@@ -11,10 +11,10 @@ from aioshm.arguments import check_int, check_plain
 from aioshm.config import Options
 from aioshm.engine.client.client import ClientOptions, EngineClient
 from aioshm.engine.dp import DPCoordinator
-from aioshm.engine.endpoints import get_engine_client_zmq_addr
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, StartupReport, engine_index
 from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.ray.manager import CoreEngineActorManager
+from aioshm.engine.security.bound_sockets import get_engine_client_zmq_addr
 from aioshm.engine.startup.coordinator import EngineStartupCoordinator
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.options import EngineLayout, ResolvedLayout, StartupOptions

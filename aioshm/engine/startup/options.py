@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from aioshm.arguments import check_int, check_seconds
-from aioshm.engine.endpoints import check_handshake_address, get_engine_client_zmq_addr
 from aioshm.engine.protocol.addresses import (
     CoreEngine,
     EngineZmqAddresses,
@@ -15,6 +14,7 @@ from aioshm.engine.protocol.addresses import (
     balanced_outside,
     identity,
 )
+from aioshm.engine.security.bound_sockets import check_handshake_address, get_engine_client_zmq_addr
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.process.placement import Placement, check_placement
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S

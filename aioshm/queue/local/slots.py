@@ -22,9 +22,8 @@ from aioshm.codec.frames import (
 from aioshm.codec.registry import RawCodec
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, SharedMemoryError
 from aioshm.queue.local.copying import decoded, refused, wrong_codec
-from aioshm.queue.local.leases import VIEW_BYTES, Leases
+from aioshm.queue.local.leases import VIEW_BYTES, Leases, WriterWaker
 from aioshm.queue.local.overflow import OverflowReader
-from aioshm.queue.local.waker import WriterWaker
 from aioshm.queue.source import OpenedMessage
 from aioshm.queue.state import EndState
 from aioshm.ring import RingReader, ShmRingBuffer

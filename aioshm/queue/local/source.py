@@ -22,9 +22,9 @@ from aioshm.process.limits import naming_limits
 from aioshm.process.proc import HUNG_STATES, process_state
 from aioshm.queue.handle import Handle
 from aioshm.queue.local.copying import CopyingSlots, eviction, refused
+from aioshm.queue.local.leases import WriterWaker
 from aioshm.queue.local.overflow import OverflowReader, PassedSegments
 from aioshm.queue.local.slots import SlotReader
-from aioshm.queue.local.waker import WriterWaker
 from aioshm.queue.source import Source, findings, nothing
 from aioshm.queue.state import EndState
 from aioshm.queue.stats import QueueStats

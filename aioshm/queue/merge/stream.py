@@ -31,10 +31,9 @@ from aioshm.queue.merge.place import (
 )
 from aioshm.queue.state import YIELD_AFTER_MESSAGES, YIELD_AFTER_NS, CallLock
 from aioshm.ring.cores import EMPTY, SLOW_PATH
-from aioshm.wait.cpus import policy_for
 from aioshm.wait.limits import MIN_PAUSE_S, Stall
 from aioshm.wait.policy import Policy
-from aioshm.wait.poller import Poller
+from aioshm.wait.poller import Poller, policy_for
 
 
 def merge(readers: Mapping[int, MessageQueue[T]], *, errors: Errors = "raise") -> Merged[T]:

@@ -38,7 +38,7 @@ try:
 except TimeoutError as error:
     said["timeout"] = str(error)
 from vllm.distributed.device_communicators import shm_broadcast
-from aioshm.engine.compat.vllm_plugin import differences
+from aioshm.engine.compat.vllm import differences
 said["differences"] = differences(shm_broadcast.MessageQueue)
 pid = executor.workers[1].proc.pid
 if "--kill" in sys.argv:

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 from vllm_signatures import SIGNATURES
 
-from aioshm.engine.compat import vllm_plugin
-from aioshm.engine.compat.vllm import MessageQueue
-from aioshm.engine.compat.vllm_plugin import QUEUE_MODULE, differences, signatures
+from aioshm.engine.compat.vllm import QUEUE_MODULE, MessageQueue, differences, register, signatures
 
 STATIC = [name for name in SIGNATURES if not SIGNATURES[name].startswith("(self")]
 METHODS = "\n".join(
@@ -58,7 +56,7 @@ def test_every_module_that_has_imported_the_queue_gets_the_replacement(
     other = modules.pop("another.plugin")
     kept = other.MessageQueue = a_class()
     for _ in range(2):  # as vLLM may do
-        vllm_plugin.register()
+        register()
         assert all(module.MessageQueue is MessageQueue for module in modules.values())
     assert other.MessageQueue is kept
 
@@ -69,14 +67,14 @@ def test_register_does_nothing_unless_asked(
 ) -> None:
     own = modules[QUEUE_MODULE].MessageQueue
     monkeypatch.delenv("AIOSHM_VLLM") if value is None else monkeypatch.setenv("AIOSHM_VLLM", value)
-    vllm_plugin.register()
+    register()
     assert all(module.MessageQueue is own for module in modules.values())
 
 
 def test_invalid_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSHM_VLLM", "yes")
     with pytest.raises(ValueError, match="AIOSHM_VLLM='yes'"):
-        vllm_plugin.register()
+        register()
 
 
 def test_a_vllm_with_another_interface_keeps_its_own(modules: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -84,7 +82,7 @@ def test_a_vllm_with_another_interface_keeps_its_own(modules: dict[str, Any], ca
     for module in modules.values():
         module.MessageQueue = own
     with caplog.at_level(logging.ERROR, "aioshm.engine"):
-        vllm_plugin.register()
+        register()
     assert all(module.MessageQueue is own for module in modules.values())
     assert "enqueue: (self, obj, timeout=None, priority=0) instead of" in caplog.text
 
@@ -92,7 +90,7 @@ def test_a_vllm_with_another_interface_keeps_its_own(modules: dict[str, Any], ca
 def test_entry_point_names_register() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     module, _, name = project["entry-points"]["vllm.general_plugins"]["aioshm"].partition(":")
-    assert getattr(importlib.import_module(module), name) is vllm_plugin.register
+    assert getattr(importlib.import_module(module), name) is register
     assert project["optional-dependencies"]["vllm"] == []
 
 

@@ -21,8 +21,7 @@ from support import eventually
 from vllm_signatures import SIGNATURES
 
 from aioshm import HandleError, PeerDied, QueueClosed
-from aioshm.engine.compat.vllm import MAX_SPIN_CPU, Handle, MessageQueue
-from aioshm.engine.compat.vllm_plugin import signatures
+from aioshm.engine.compat.vllm import MAX_SPIN_CPU, Handle, MessageQueue, signatures
 
 LOCALHOST = "127.0.0.1"
 WITHIN_S = 30.0

@@ -15,8 +15,8 @@ from aioshm.engine import (
     get_engine_client_zmq_addr,
 )
 from aioshm.engine.client.liveness import engine_of
-from aioshm.engine.endpoints import check_handshake_address
 from aioshm.engine.protocol.addresses import engine_index
+from aioshm.engine.security.bound_sockets import check_handshake_address
 from aioshm.errors import SharedMemoryError
 from aioshm.process.watch import ProcessExit
 

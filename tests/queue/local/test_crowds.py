@@ -10,8 +10,8 @@ from pairs import attached
 
 from aioshm import Options, merge
 from aioshm.wait import cpus as cpus_module
-from aioshm.wait.cpus import policy_for
 from aioshm.wait.policy import WaitMode
+from aioshm.wait.poller import policy_for
 
 
 @pytest.fixture(params=[(2, True), (3, False)], ids=["more ends than CPUs", "as many"])

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from aioshm.config import Options
-from aioshm.wait import cpus
-from aioshm.wait.cpus import policy_for, usable_cpus
+from aioshm.process import placement
+from aioshm.process.placement import usable_cpus
+from aioshm.wait import poller
 from aioshm.wait.policy import WaitMode
 
 
@@ -72,7 +73,7 @@ class TestPlaces:
     def usable(self, root: Path, *lines: str) -> int:
         places = root / "places"
         places.write_text("".join(f"{line}\n" for line in lines))
-        cpus._quota.cache_clear()
+        placement._quota.cache_clear()
         return usable_cpus(root / "cgroup", own_cgroup=places)
 
     def quota(self, root: Path, folder: str, name: str, text: str) -> None:
@@ -102,8 +103,8 @@ def test_more_ends_than_the_quota_are_crowded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: int, others: int, crowded: bool
 ) -> None:
     fake = partial(usable_cpus, v2(tmp_path, f"{quota}00000 100000"), own_cgroup=tmp_path / "nothing")
-    monkeypatch.setattr(cpus, "usable_cpus", fake)
-    policy = policy_for(range(1, 1 + others), Options())
+    monkeypatch.setattr(poller, "usable_cpus", fake)
+    policy = poller.policy_for(range(1, 1 + others), Options())
     at_ns, naps = 1_000_000_000, []
     for count in range(1, 30):
         at_ns += 5_000
