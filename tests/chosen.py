@@ -16,7 +16,6 @@ CORE = (
     "codec/test_[!c]*.py",  # test_codec.py starts an interpreter for each import
     "ring/test_buffer.py",
     "ring/test_core_[gms]*.py",
-    "ring/test_ends.py",
     "ring/test_window*.py",
     "wait/test_timer.py",
     "wait/test_poller.py",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pairs_of_cores import NewPair, Pair, close_pair, make_pair
-from rings import CORES, Cores, Ends, NewEnds, NewRing
+from rings import CORES, Cores, NewRing
 
 from aioshm.ring import ShmRingBuffer, window
 from aioshm.ring.window import Windows
@@ -35,22 +35,6 @@ def cores(request: pytest.FixtureRequest) -> Cores:
 def inline_bytes(request: pytest.FixtureRequest) -> int | None:
     """Room in a slot: for every message, unless a test says otherwise."""
     return getattr(request, "param", None)
-
-
-@pytest.fixture
-def new_ends(cores: Cores, new_ring: NewRing, inline_bytes: int | None) -> Iterator[NewEnds]:
-    """Make rings with all of their ends."""
-    with ExitStack() as stack:
-
-        def make(n_reader: int = 2, chunks: int = 3, chunk_bytes: int = 100) -> Ends:
-            ring = new_ring(n_reader, chunk_bytes, chunks, inline_bytes=inline_bytes)
-            writer = cores.writer(ring.layout, ring.view)
-            readers = [cores.reader(ring.layout, ring.view, index) for index in range(n_reader)]
-            for cursor in (writer, *readers):
-                stack.callback(cursor.close)
-            return Ends(ring, writer, readers)
-
-        yield make
 
 
 @pytest.fixture

@@ -21,14 +21,6 @@ except ImportError:
     _native = None  # type: ignore[assignment]
 
 
-class Ends(NamedTuple):
-    """A ring and all of its ends."""
-
-    ring: ShmRingBuffer
-    writer: WriterControl
-    readers: list[Peeking]
-
-
 class Cores(NamedTuple):
     """A writer's and a reader's core that belong together, and the module that has them."""
 
@@ -77,7 +69,6 @@ TWINS = {"portable": PORTABLE, "ordered": ORDERED}
 CORES: dict[str, Cores] = TWINS if NATIVE is None else {"native": NATIVE, **TWINS}
 
 NewRing = Callable[..., ShmRingBuffer]
-NewEnds = Callable[..., Ends]
 
 _PATTERN = bytes(range(256)) * 20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from typing import Any
 
@@ -16,6 +17,19 @@ def words(pair: Pair, line: int) -> int:
 
 
 class TestFlags:
+    def test_flags_say_who_may_read_and_write_a_slot(self, new_pair: NewPair) -> None:
+        pair = new_pair(3)
+        for row in itertools.product((0, 1), repeat=4):
+            pair.slots[0].flags[:] = bytes(row)
+            written, *read = row
+            assert [reader.ready() for reader in pair.readers] == [bool(written and not flag) for flag in read]
+            writable = not written or all(read)
+            assert pair.writer.free() is writable
+            assert pair.writer.laggards() == [place for place in range(3) if written and not read[place]]
+            assert flags(pair)[0] == bytes(row), "looking changes nothing"
+            assert (pair.writer.claim() is not None) is writable
+            assert flags(pair)[0] == bytes([not writable, *read])
+
     @pytest.mark.parametrize("readers", [1, 7, 8, 9, 17, 64, 200])
     def test_slot_is_free_when_every_reader_has_read_it(self, new_pair: NewPair, readers: int) -> None:
         pair = new_pair(readers, 1)
@@ -26,6 +40,19 @@ class TestFlags:
             assert pair.writer.claim() is None
             assert reader.take() == b"x"
         assert pair.writer.free()
+
+    def test_message_is_finished_when_every_reader_has_released_it(self, new_pair: NewPair) -> None:
+        pair = new_pair(2)
+        pair.writer.put_many([b"x"] * 3, 0)
+        assert not any(map(pair.writer.finished, range(3)))
+        pair.readers[0].take()
+        assert not pair.writer.finished(0)
+        pair.readers[1].take()
+        assert [pair.writer.finished(number) for number in range(3)] == [True, False, False]
+        assert pair.writer.claim() is not None
+        assert pair.writer.finished(0), "when its slot is claimed again"
+        pair.writer.commit()
+        assert [pair.writer.finished(number) for number in range(4)] == [True, False, False, False]
 
     @pytest.mark.parametrize("readers", [1, 9, 70])
     def test_parked_flags(self, new_pair: NewPair, readers: int) -> None:

@@ -8,7 +8,7 @@ from time import monotonic_ns
 
 import pytest
 from pairs_of_cores import NewPair, Pair
-from rings import NewEnds, put, receive
+from support import eventually
 
 from aioshm.errors import HandleError
 from aioshm.ring import layout as at
@@ -105,10 +105,8 @@ def test_spin_is_shown_while_it_lasts(new_pair: NewPair) -> None:
     pair = new_pair()
     thread = threading.Thread(target=pair.reader.spin, args=(20_000_000_000,))
     thread.start()
-    end = monotonic_ns() + 15_000_000_000
     try:
-        while not header_of(pair).readers[0].spinning:
-            assert monotonic_ns() < end
+        eventually(lambda: header_of(pair).readers[0].spinning, "the spin", within_s=15)
     finally:
         pair.writer.put(b"x")
         thread.join()
@@ -116,15 +114,15 @@ def test_spin_is_shown_while_it_lasts(new_pair: NewPair) -> None:
 
 
 class TestHeader:
-    def test_what_a_ring_is(self, new_ends: NewEnds) -> None:
-        ring, writer, readers = new_ends(3)
+    def test_what_a_ring_is(self, new_pair: NewPair) -> None:
+        pair = new_pair(3)
+        ring, writer = pair.ring, pair.writer
         writer.set_writer_state(closed=False, pid=77)
         writer.describe("steps", 2, (4, 0, 9), 5)
         writer.set_reader_state(1, at.ATTACHED, 78)
-        put(writer, b"abcde")
-        put(writer, b"fg")
-        assert receive(readers[1]) == b"abcde"
-        header = read_header(writer._header)
+        writer.put_many([b"abcde", b"fg"], 0)
+        assert pair.readers[1].take() == b"abcde"
+        header = header_of(pair)
         assert (header.queue_id, header.name, header.label) == (ring.queue_id.hex(), "steps", "steps")
         assert (header.codec, header.layout, header.layout_version) == (2, ring.layout, at.VERSION)
         assert (header.writer.pid, header.writer.closed, header.writer.messages) == (77, False, 2)
@@ -138,22 +136,20 @@ class TestHeader:
         ]
         assert header.backlog == 1
 
-    def test_states(self, new_ends: NewEnds) -> None:
-        _, writer, (reader,) = new_ends(1)
+    def test_states(self, new_pair: NewPair) -> None:
+        pair = new_pair()
         for state, word in (*enumerate(STATES), (200, "unknown")):
-            writer.set_reader_state(0, state, 5)
-            assert read_header(reader._header).readers[0].state == word
+            pair.writer.set_reader_state(0, state, 5)
+            assert header_of(pair).readers[0].state == word
 
-    def test_a_new_reader_begins_a_new_histogram(self, new_pair: NewPair, new_ends: NewEnds) -> None:
-        _, writer, readers = new_ends(2)
-        for reader in readers:
+    def test_a_new_reader_begins_a_new_histogram(self, new_pair: NewPair) -> None:
+        pair = new_pair(2)
+        for reader in pair.readers:
             reader.taken(1)
-        writer.set_reader_state(0, at.LEFT, 5)
-        assert [row.latency.samples for row in read_header(writer._header).readers] == [1, 1], (
-            "of who has left, it stays"
-        )
-        writer.set_reader_state(0, at.ATTACHED, 6)
-        first, second = read_header(writer._header).readers
+        pair.writer.set_reader_state(0, at.LEFT, 5)
+        assert [row.latency.samples for row in header_of(pair).readers] == [1, 1], "of who has left, it stays"
+        pair.writer.set_reader_state(0, at.ATTACHED, 6)
+        first, second = header_of(pair).readers
         assert (first.latency, second.latency.samples) == (Latency(), 1)
 
 
