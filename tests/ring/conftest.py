@@ -8,8 +8,7 @@ import pytest
 from pairs_of_cores import NewPair, Pair, close_pair, make_pair
 from rings import CORES, Cores, NewRing
 
-from aioshm.ring import ShmRingBuffer, window
-from aioshm.ring.window import Windows
+from aioshm.ring import ShmRingBuffer
 
 
 @pytest.fixture
@@ -52,24 +51,3 @@ def new_pair(cores: Cores, new_ring: NewRing, inline_bytes: int | None) -> Itera
             return pair
 
         yield make
-
-
-@pytest.fixture(params=["mremap", "map_fixed"])
-def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exchange memory as Linux does, and as other systems do."""
-    chosen = {"mremap": window._move_over, "map_fixed": window._map_over}[request.param]
-    monkeypatch.setattr(window, "_exchange", chosen)
-
-
-@pytest.fixture
-def ring() -> Iterator[ShmRingBuffer]:
-    ring = ShmRingBuffer(2, 3000, 4, slots=4, inline_bytes=0)
-    yield ring
-    ring.close()
-
-
-@pytest.fixture
-def windows(ring: ShmRingBuffer) -> Iterator[Windows]:
-    windows = Windows(ring.fd, ring.layout)
-    yield windows
-    windows.close()

@@ -85,32 +85,6 @@ def content(number: int, room: int) -> bytes:
     return stamp + _PATTERN[start : start + number * 37 % (room - len(stamp) + 1)]
 
 
-def put(writer: Any, message: bytes) -> bool | None:
-    """Publish one message; return what `commit` says, or None while no slot is free."""
-    slot = writer.claim(len(message))
-    if slot is None:
-        return None
-    slot.body[: len(message)] = message
-    slot.header[:8] = len(message).to_bytes(8, "little")
-    return writer.commit()
-
-
-def look(reader: Any) -> bytes | None:
-    """Return a copy of the next message, or None."""
-    if not reader.ready():
-        return None
-    slot = reader.slots[reader.seq % reader.layout.slots]
-    return bytes(slot.body[: int.from_bytes(slot.header[:8], "little")])
-
-
-def receive(reader: Any) -> bytes | None:
-    """Take the next message, or return None."""
-    message = look(reader)
-    if message is not None:
-        reader.release()
-    return message
-
-
 def _reopened(layout: Layout, fd: Any, queue_id: bytes) -> ShmRingBuffer:
     return ShmRingBuffer.from_fd(layout, fd.detach(), queue_id)
 
