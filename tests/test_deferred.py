@@ -45,13 +45,10 @@ def test_a_queue_of_one_machine_loads_no_network_and_no_process_table() -> None:
     assert not {"psutil", "zmq", "tempfile", "numpy", "torch"} & loaded
 
 
-def test_stopping_processes_is_imported_without_the_process_table() -> None:
-    assert "psutil" not in loaded_by("import aioshm.engine")
-
-
 def test_an_engine_s_process_imports_no_client_and_no_supervisor() -> None:
     loaded = loaded_by("from aioshm.engine import die_with_parent, run_engine_core")
     assert "aioshm.engine.core.core" in loaded
+    assert "psutil" not in loaded
     assert not {name for name in loaded if name.startswith(("aioshm.engine.client.", "aioshm.queue", "aioshm.ring"))}
     assert not {name for name in loaded if name.startswith(("aioshm.engine.startup.", "aioshm.engine.workers."))}
 
