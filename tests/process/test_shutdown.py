@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import engine_targets as targets
@@ -28,16 +27,11 @@ SPAWN = multiprocessing.get_context("spawn")
 Stop = Callable[..., None]
 
 
-@pytest.fixture(params=["blocking", "async"])
-def stop(request: pytest.FixtureRequest) -> Stop:
-    """Return `shutdown`, or its twin run to its end."""
-    if request.param == "blocking":
-        return shutdown
+def stop_async(procs: Any, timeout: float = 5) -> None:
+    asyncio.run(ashutdown(procs, timeout))
 
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(ashutdown(*args, **kwargs))
 
-    return run
+either_way = pytest.mark.parametrize("stop", [shutdown, stop_async])
 
 
 class Started:
@@ -79,45 +73,40 @@ def timed(stop: Stop, *args: Any) -> float:
     return time.monotonic() - start
 
 
-def test_all_processes_get_sigterm_at_the_same_time(stop: Stop, start: Started) -> None:
-    processes = [start(targets.end_politely, seconds=0.5) for _ in range(4)]
-    assert timed(stop, processes) < 4 * 0.5  # at the same time
-    assert [process.exitcode for process in processes] == [7] * 4
+@either_way
+def test_processes_get_sigterm_at_the_same_time_and_share_one_deadline(stop: Stop, start: Started) -> None:
+    polite = [start(targets.end_politely, seconds=0.2) for _ in range(3)]
+    assert timed(stop, polite) < 3 * 0.2
+    stubborn = [start(targets.refuse_to_end) for _ in range(3)]
+    polite.append(start(targets.end_politely, seconds=0.01))
+    assert 0.4 <= timed(stop, [*stubborn, polite[-1]], 0.4) < 3 * 0.4
+    assert [process.exitcode for process in polite] == [7] * 4
+    assert [process.exitcode for process in stubborn] == [-signal.SIGKILL] * 3
 
 
-@pytest.mark.parametrize("timeout", [0.5, 0])
-def test_processes_that_ignore_sigterm_share_one_deadline(stop: Stop, start: Started, timeout: float) -> None:
-    processes = [start(targets.refuse_to_end) for _ in range(4)]
-    polite = start(targets.end_politely, seconds=0.01)
-    assert timeout <= timed(stop, [*processes, polite], timeout) < timeout + 1.5
-    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 4
-    if timeout:
-        assert polite.exitcode == 7
-
-
-@pytest.mark.parametrize("own_group", [False, True])
-@pytest.mark.parametrize("stubborn", [False, True])
-def test_descendants_are_killed(stop: Stop, start: Started, stubborn: bool, own_group: bool) -> None:
+@pytest.mark.parametrize(("stubborn", "own_group"), [(False, True), (True, False)])
+def test_descendants_are_killed(start: Started, stubborn: bool, own_group: bool) -> None:
     process = start(targets.start_another, stubborn=stubborn, own_group=own_group)
     other = start.started(process)
     assert psutil.pid_exists(other)
-    stop([process], 0.2 if stubborn else 20)
+    shutdown([process], 0.2 if stubborn else 20)
     assert process.exitcode == (-signal.SIGKILL if stubborn else -signal.SIGTERM)
     assert gone(other)
 
 
 def test_processes_are_stopped_where_proc_does_not_show_processes_of_other_users(
-    stop: Stop, start: Started, monkeypatch: pytest.MonkeyPatch
+    start: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise psutil.AccessDenied(1)
 
     process = start(targets.refuse_to_end)
     monkeypatch.setattr(psutil.Process, "children", refuse)
-    stop([process], 0.2)
+    shutdown([process], 0)
     assert process.exitcode == -signal.SIGKILL
 
 
+@either_way
 def test_interrupt_while_processes_are_asked_kills_them(
     stop: Stop, start: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,54 +121,47 @@ def test_interrupt_while_processes_are_asked_kills_them(
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_stopped_process_is_killed(stop: Stop, start: Started) -> None:
+def test_stopped_process_is_killed(start: Started) -> None:
     process = start(targets.say_and_stay)
     child = psutil.Process(process.pid)
     child.suspend()
     # Not before it has stopped: of two signals that wait for a process which has not run since, SIGTERM is taken first.
     eventually(lambda: child.status() == psutil.STATUS_STOPPED)
-    stop([process], 0.2)
+    shutdown([process], 0.1)
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_any_process_of_multiprocessing(stop: Stop) -> None:
-    processes = [SPAWN.Process(target=targets.stay) for _ in range(2)]
-    never = SPAWN.Process(target=targets.stay)
-    closed = SPAWN.Process(target=targets.stay)
-    closed.start()
-    closed.kill()
-    closed.join()
-    closed.close()
-    ended = SPAWN.Process(target=targets.stay)
-    ended.start()
-    ended.kill()
-    eventually(lambda: ended.exitcode is not None)
-    for process in processes:
+def test_any_process_of_multiprocessing() -> None:
+    running, ended, closed, never = (SPAWN.Process(target=targets.stay) for _ in range(4))
+    for process in (running, ended, closed):
         process.start()
-    everything: list[BaseProcess] = [*processes, never, closed, ended]
-    stop(everything)
-    stop(everything)
-    stop([])
-    assert [process.exitcode for process in processes] == [-signal.SIGTERM] * 2
-    for process in (*processes, ended):
-        process.close()
+    for process in (ended, closed):
+        process.kill()
+        eventually(lambda process=process: process.exitcode is not None)
+    closed.close()
+    for _ in range(2):
+        shutdown([running, ended, closed, never])
+    shutdown([])
+    assert running.exitcode == -signal.SIGTERM
+    running.close()
+    ended.close()
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf")])
-def test_bad_timeouts(stop: Stop, timeout: float) -> None:
+def test_bad_timeouts(timeout: float) -> None:
     with pytest.raises(ValueError, match=f"timeout must be a finite number of seconds, at least 0, not {timeout}"):
-        stop([], timeout)
+        shutdown([], timeout)
 
 
 def test_process_that_cannot_be_killed_is_named(
-    stop: Stop, start: Started, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Started, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     process = start(targets.say_and_stay)
     monkeypatch.setattr(stopping, "KILLED_S", 0.1)
     monkeypatch.setattr(process, "kill", lambda: None)
     monkeypatch.setattr(process, "terminate", lambda: None)
     with caplog.at_level(logging.ERROR):
-        stop([process], 0)
+        shutdown([process], 0)
     assert f"killed, but not gone after 0.1 s: {process.name} (pid {process.pid})" in caplog.text
     monkeypatch.undo()
 
