@@ -21,7 +21,7 @@ from aioshm.ring.segment import remove_orphan
 pytestmark = pytest.mark.slow_on_uvloop
 
 
-@pytest.mark.parametrize("role", [("hold",), ("wait", "park"), ("wait", "spin"), ("idle",)], ids="-".join)
+@pytest.mark.parametrize("role", [("hold",), ("wait", "park"), ("idle",)], ids="-".join)
 async def test_a_killed_reader_is_named_to_a_waiting_writer(role: tuple[str, ...]) -> None:
     async with wide_writer(1, 0) as writer, child(role[0], writer.export_handle().to_json(), "0", *role[1:]) as reader:
         await writer.wait_until_ready(20)
@@ -69,9 +69,7 @@ async def _enqueue_until_error(writer: MessageQueue, reader: Child) -> None:
         await writer.enqueue("into the void")
 
 
-@pytest.mark.parametrize(
-    ("n_local", "n_remote", "role"), [(2, 0, "hold"), (2, 0, "idle"), (1, 2, "idle")], ids=["hold", "idle", "remote"]
-)
+@pytest.mark.parametrize(("n_local", "n_remote", "role"), [(2, 0, "hold"), (1, 2, "idle")], ids=["hold", "remote"])
 async def test_an_evicted_reader_holds_nobody_up(
     n_local: int, n_remote: int, role: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,7 +150,7 @@ async def test_a_killed_writer_lets_readers_drain(size: int) -> None:
                 pytest.fail("nothing was there")
 
 
-@pytest.mark.parametrize("wait", ["park", "spin", "adaptive"])
+@pytest.mark.parametrize("wait", ["park", "spin"])
 async def test_a_killed_writer_ends_a_waiting_dequeue(wait: str) -> None:
     async with child("write", "0", "0") as writer:
         handle = await writer.says("{")
@@ -180,7 +178,7 @@ async def test_a_writer_killed_before_it_answers() -> None:
 
 
 async def test_a_stopped_reader_is_reported_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    async with wide_writer(2, 0, stall_warning_s=0.3) as writer:
+    async with wide_writer(2, 0, stall_warning_s=0.1) as writer:
         handle = writer.export_handle().to_json()
         async with child("collect", handle, "0"), child("collect", handle, "1") as stopped:
             await writer.wait_until_ready(20)
@@ -188,7 +186,7 @@ async def test_a_stopped_reader_is_reported_by_name(caplog: pytest.LogCaptureFix
             stopped.signal(signal.SIGSTOP)
             with caplog.at_level(logging.WARNING, "aioshm"), pytest.raises(TimeoutError) as caught:
                 for number in range(20):
-                    await writer.enqueue((number, b""), 1.5)
+                    await writer.enqueue((number, b""), 0.5)
             reports = [text for record in caplog.records if "to write message" in (text := record.getMessage())]
             assert 2 <= len(reports) <= 5, "one after every interval"
             assert f"rank 1 (pid {stopped.pid}, stopped)" in reports[0]
@@ -218,31 +216,28 @@ async def test_a_stopped_writer_is_reported_and_an_idle_one_is_not(caplog: pytes
 
 
 @pytest.mark.one_loop
-@pytest.mark.parametrize("backing", [pytest.param("memfd", marks=pytest.mark.slow), "named"])
-async def test_killing_the_whole_tree_leaves_nothing(backing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIOSHM_BACKING", backing)
+async def test_killing_the_whole_tree_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSHM_BACKING", "named")
     queues: list[bytes] = []
-    for round_ in range(5):
+    for attaches, ready in ((False, False), (True, False), (True, True)):
         async with child("write", "1000000", "100") as writer:
             handle = await writer.says("{")
             queues.append(Handle.from_json(handle).queue_id)
-            if round_ % 5 == 0:
-                writer.signal(signal.SIGKILL)  # before anybody has attached
+            if not attaches:
+                writer.signal(signal.SIGKILL)
                 await writer.end()
                 continue
             async with child("collect", handle, "0") as reader:
-                if round_ % 5 > 1:
+                if ready:
                     await reader.says("ready")
-                    await asyncio.sleep(0.01 * round_)
                 for victim in (writer, reader):
                     victim.signal(signal.SIGKILL)
                 for victim in (writer, reader):
                     await victim.end()
-    if backing == "named":
-        # Killed between creating the segment and the last reader's attaching, it has a name that nobody can remove.
-        # It is recognised as an orphan, which is what `aioshm doctor --clean` removes.
-        # A test beside this one that looks for orphans holds each for an instant.
-        eventually(lambda: all(remove_orphan(name) for name in named_segments(queues)), "the end of the orphans")
+    # Killed between creating the segment and the last reader's attaching, it has a name that nobody can remove.
+    # It is recognised as an orphan, which is what `aioshm doctor --clean` removes.
+    # A test beside this one that looks for orphans holds each for an instant.
+    eventually(lambda: all(remove_orphan(name) for name in named_segments(queues)), "the end of the orphans")
     assert not named_segments(queues)
 
 

@@ -7,20 +7,13 @@ from typing import Any
 import pytest
 from support import bystander
 
-from aioshm import CodecError, Handle, MessageQueue, Options, QueueClosed, RoleError, blocking
+from aioshm import CodecError, Handle, MessageQueue, Options, QueueClosed, RoleError
 from aioshm.queue.state import YIELD_AFTER_MESSAGES
 
 SIZES: dict[str, Any] = {"max_chunk_bytes": 4096, "max_chunks": 4, "slots": 4}
 
 
 class TestAQueueWithoutReaders:
-    async def test_is_ready_at_once(self) -> None:
-        async with MessageQueue(0, 0, **SIZES) as writer:
-            await writer.wait_until_ready(0)
-            await writer.wait_until_ready()
-            stats = writer.stats()
-            assert (stats.ready, stats.readers, stats.backlog) == (True, 0, 0)
-
     @pytest.mark.parametrize("codec", ["pickle", "msgpack", "raw"])
     async def test_takes_any_number_of_messages_of_any_size(self, codec: str) -> None:
         async with MessageQueue(0, 0, **SIZES, codec=codec) as writer:
@@ -57,20 +50,10 @@ class TestAQueueWithoutReaders:
     @pytest.mark.parametrize("lifeline", ["abstract", "directory"])
     async def test_has_a_handle_that_admits_nobody(self, lifeline: Any) -> None:
         async with MessageQueue(0, 0, **SIZES, options=Options(lifeline=lifeline)) as writer:
-            await writer.wait_until_ready()
+            await writer.wait_until_ready(0)
+            assert writer.stats().ready
             handle = Handle.from_json(writer.export_handle().to_json())
             assert (handle.n_reader, handle.local_reader_ranks, handle.remote) == (0, (), None)
             with pytest.raises(ValueError, match="the queue has none; not 0"):
                 MessageQueue.create_from_handle(handle, 0)
             await writer.enqueue("on")
-
-    def test_blocks_nobody(self) -> None:
-        with blocking.MessageQueue(0, 0, **SIZES) as writer:
-            writer.wait_until_ready(0)
-            for number in range(3000):
-                writer.enqueue(number, 0)
-            writer.enqueue_many(range(100))
-            with writer.acquire_write() as chunk:
-                chunk[:2] = b"hi"
-            assert writer.broadcast_object("all") == "all"
-            assert writer.stats().messages == 3102

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from pairs import attached
+from support import forked
 
 from aioshm import MessageQueue, QueueClosed, RoleError, blocking
 
@@ -46,32 +47,19 @@ def test_another_loop_is_refused() -> None:
 
 
 async def test_a_forked_child_is_refused_and_does_not_hide_a_death() -> None:
+    def is_refused(reader: MessageQueue) -> bool:
+        with pytest.raises(RoleError, match="forked"):
+            reader.dequeue_nowait()
+        return True
+
     async with attached() as (writer, (reader,)):
         await writer.enqueue("kept")
-        told, tell = os.pipe()
-        hold, let_go = os.pipe()
-        child = os.fork()
-        if child == 0:
-            verdict = b"no error"
-            try:
-                reader.dequeue_nowait()
-            except RoleError as error:
-                verdict = str(error).encode()
-            finally:
-                os.write(tell, verdict)
-                os.close(let_go)
-                os.read(hold, 1)  # stay alive, with every descriptor that was inherited
-                os._exit(0)
-        os.close(hold)
-        os.close(tell)
-        assert b"forked" in await asyncio.to_thread(os.read, told, 1000)
+        child_is_refused = forked(is_refused, reader)
         assert await reader.dequeue(5) == "kept"
         await writer.aclose()
         with pytest.raises(QueueClosed):
             await reader.dequeue(5)  # although the child still has the writer's sockets
-        os.close(let_go)
-        os.close(told)
-        os.waitpid(child, 0)
+        assert child_is_refused()
 
 
 @pytest.mark.parametrize("face", [MessageQueue, blocking.MessageQueue], ids=["async", "blocking"])
@@ -104,6 +92,6 @@ async def test_queues_again_and_again_leak_nothing() -> None:
 
     await once()
     before = resources()
-    for _ in range(15):
+    for _ in range(5):
         await once()
     assert resources() == before

@@ -418,13 +418,6 @@ async def test_an_external_handle_is_checked(external: Any) -> None:
     assert "rank 0" in str(errors[1])
 
 
-@pytest.mark.parametrize("pg", [None, 3, object(), -100], ids=["None", "3", "an object", "-100"])
-async def test_what_is_no_process_group(pg: Any) -> None:
-    for maker in (create_from_process_group, create_from_process_group_single_reader):
-        with pytest.raises((TypeError, ValueError), match="pg "):
-            await maker(pg, *SIZES)
-
-
 async def test_a_group_of_ones_own_is_checked() -> None:
     member = meet(2)[0]
     member.rank = 2
