@@ -38,15 +38,11 @@ def v2(root: Path, text: str) -> Path:
         ("299999 100000\n", 2),
         ("1 100000\n", 1),
         ("6400000 100000\n", 8),
+        *((no_quota, 8) for no_quota in ("", "max", "a b", "1 2 3", "100000 0", "nan 1")),
     ],
 )
 def test_quota_of_the_cgroup_limits_the_cpus(tmp_path: Path, text: str, expected: int) -> None:
     assert usable_cpus(v2(tmp_path, text)) == expected
-
-
-@pytest.mark.parametrize("text", ["", "max", "a b", "1 2 3", "100000 0", "nan 1"])
-def test_file_without_a_quota_limits_nothing(tmp_path: Path, text: str) -> None:
-    assert usable_cpus(v2(tmp_path, text)) == 8
 
 
 def test_the_cpus_of_other_ends_count_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,25 +72,21 @@ class TestPlaces:
         placement._quota.cache_clear()
         return usable_cpus(root / "cgroup", own_cgroup=places)
 
-    def quota(self, root: Path, folder: str, name: str, text: str) -> None:
+    def quota(self, root: Path, folder: str, text: str) -> None:
         (root / "cgroup" / folder).mkdir(parents=True, exist_ok=True)
-        (root / "cgroup" / folder / name).write_text(text)
-
-    def test_own_cgroup_counts(self, tmp_path: Path) -> None:
-        self.quota(tmp_path, "system.slice/engine.service", "cpu.max", "200000 100000")
-        assert self.usable(tmp_path, "0::/system.slice/engine.service") == 2
-        assert self.usable(tmp_path, "0::/system.slice") == 8, "that one has none"
+        v2(root / "cgroup" / folder, text)
 
     def test_the_tightest_level_counts(self, tmp_path: Path) -> None:
-        self.quota(tmp_path, "pod/container", "cpu.max", "max 100000")
-        self.quota(tmp_path, "pod", "cpu.max", "350000 100000")
+        self.quota(tmp_path, "pod/container", "max 100000")
+        self.quota(tmp_path, "pod", "350000 100000")
         assert self.usable(tmp_path, "0::/pod/container") == 3
-        self.quota(tmp_path, "pod/container", "cpu.max", "150000 100000")
+        self.quota(tmp_path, "pod/container", "150000 100000")
         assert self.usable(tmp_path, "0::/pod/container") == 1
+        assert self.usable(tmp_path, "0::/pod") == 3
 
     @pytest.mark.parametrize("lines", [("0::/not/mounted/here",), ("0::/../../elsewhere",), ("1:cpu:/x",), ()])
     def test_a_path_that_leads_nowhere_leaves_the_root(self, tmp_path: Path, lines: tuple[str, ...]) -> None:
-        self.quota(tmp_path, ".", "cpu.max", "200000 100000")
+        self.quota(tmp_path, ".", "200000 100000")
         assert self.usable(tmp_path, *lines) == 2
 
 

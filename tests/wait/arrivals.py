@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, cycle, islice
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -34,16 +34,13 @@ class Machine:
         return Policy(may_spin=may_spin, cost=self.cost, **options)
 
 
-CROWDED = "crowded container"
-BETWEEN = "quick virtual machine"
-"""What is true of the machines on either side of it is tried for this one in the slow lane."""
-
-MACHINES = {
+QUICK_MACHINES = {
     "bare metal": Machine(wake_up_ns=5_000, timer_late_ns=46_000),
-    BETWEEN: Machine(wake_up_ns=30_000, timer_late_ns=80_000),
     "virtual machine": Machine(wake_up_ns=TYPICAL_WAKE_UP_NS, timer_late_ns=100_000),
-    CROWDED: Machine(wake_up_ns=200_000, timer_late_ns=340_000),
 }
+"""Their timers are of use for periods of a millisecond."""
+
+MACHINES = QUICK_MACHINES | {"crowded container": Machine(wake_up_ns=200_000, timer_late_ns=340_000)}
 TYPICAL = MACHINES["virtual machine"]
 
 
@@ -52,21 +49,15 @@ def times(gaps: Iterable[float]) -> list[int]:
     return [START + int(at) for at in accumulate(gaps)]
 
 
-def jittered(period_ns: float, jitter: float, amount: int, seed: int = 1) -> list[float]:
+def jittered(period_ns: float, jitter: float, amount: int) -> list[float]:
     """Return gaps of a sender that waits for about as long after each message."""
-    rng = random.Random(seed)
+    rng = random.Random(1)
     return [max(1.0, rng.gauss(period_ns, jitter * period_ns)) for _ in range(amount)]
 
 
-def repeated(pattern_ns: Iterable[float], jitter: float, amount: int, seed: int = 1) -> list[float]:
-    """Return gaps that repeat a pattern, each of them jittered."""
-    rng = random.Random(seed)
-    return [max(1.0, gap * rng.gauss(1, jitter)) for gap in islice(cycle(pattern_ns), amount)]
-
-
-def timers(machine: Machine = TYPICAL, seed: int = 2) -> Iterator[int]:
+def timers(machine: Machine) -> Iterator[int]:
     """Yield how late timers fire on a machine: on a virtual one 60 to 150 microseconds, now and then much more."""
-    rng = random.Random(seed)
+    rng = random.Random(2)
     unit = machine.timer_late_ns / 100
     while True:
         yield int(rng.uniform(60 * unit, 110 * unit) + rng.expovariate(1 / (15 * unit)))
@@ -109,9 +100,9 @@ class Record:
         return highest / over_ns
 
 
-def follow(machine: Machine, policy: Policy, arrivals: list[int], late: Iterator[int] | None = None) -> Record:
+def follow(machine: Machine, policy: Policy, arrivals: list[int]) -> Record:
     """Let one end wait for every message in turn."""
-    late = late or timers(machine)
+    late = timers(machine)
     record = Record(elapsed=arrivals[-1] - arrivals[0])
     now, taken, total = arrivals[0], 0, len(arrivals)
     while taken < total:
@@ -173,17 +164,11 @@ def _wait(
         step = policy.missed(now)
 
 
-def _each(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) if name == BETWEEN else name for name in names]
-
-
-@pytest.fixture(params=_each(MACHINES))
+@pytest.fixture(params=MACHINES)
 def machine(request: pytest.FixtureRequest) -> Machine:
-    """Give each machine to the test in turn."""
     return MACHINES[request.param]
 
 
-@pytest.fixture(params=_each(name for name in MACHINES if name != CROWDED))
+@pytest.fixture(params=QUICK_MACHINES)
 def quick_machine(request: pytest.FixtureRequest) -> Machine:
-    """Give each machine to the test in turn whose timers are of use for periods of a millisecond."""
     return MACHINES[request.param]

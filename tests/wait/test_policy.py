@@ -1,4 +1,4 @@
-"""Synthetic arrivals without a period: when an end should spin at once or nap, and when it should not."""
+"""Synthetic arrivals without a period: when an end spins, naps or parks; and what it takes a wake-up to cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,22 @@ from arrivals import TYPICAL, US, Machine, follow, machine, times
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioshm.wait.policy import FAILURES, HOT_GAP_NS, MAX_PERIOD_NS, MISSES, NAPS, PARK, PROBE, Policy, WaitMode
+from aioshm.wait.policy import (
+    FAILURES,
+    HOT_GAP_NS,
+    MAX_PERIOD_NS,
+    MISSES,
+    NAPS,
+    PARK,
+    PROBE,
+    SHORT_SLEEP_NS,
+    TYPICAL_WAKE_UP_NS,
+    WAKE_UP_BOUNDS_NS,
+    YIELDING_SPIN_NS,
+    Policy,
+    WaitMode,
+    WakeUpCost,
+)
 
 __all__ = ["machine"]  # a fixture
 
@@ -25,7 +40,10 @@ def budget_ns(policy: Policy, count: int, at_ns: int) -> int:
     """Return how long the next wait spins at once; it begins soon after the latest message."""
     now_ns = at_ns + 30_000
     step = policy.begin(count, at_ns, now_ns)
-    return step.until_ns - now_ns if step.mode is WaitMode.SPIN else 0
+    if step.mode is not WaitMode.SPIN:
+        return 0
+    assert 0 < step.until_ns - now_ns <= LONGEST
+    return step.until_ns - now_ns
 
 
 def spun_for(policy: Policy, hit: bool, at_ns: int = START) -> None:
@@ -64,9 +82,10 @@ def nothing_left_behind() -> None:
 
 class TestStreams:
     @pytest.mark.parametrize("wake_ups", [0.01, 2])
-    def test_hot_one_is_spun_for_also_after_a_hiccup(self, machine: Machine, wake_ups: float) -> None:
+    @pytest.mark.parametrize("silence", [3 * MS, 3_600_000 * MS])
+    def test_hot_one_is_spun_for_also_after_a_silence(self, machine: Machine, wake_ups: float, silence: int) -> None:
         gap = int(wake_ups * machine.wake_up_ns)
-        spun = waits(machine.policy(), [gap] * 50 + [3 * MS] + [gap] * 50)
+        spun = waits(machine.policy(), [gap] * 50 + [silence] + [gap] * 50)
         assert all(spun[:51])
         assert all(spun[53:]), "the wait that follows a late message may park, the next ones spin"
 
@@ -75,22 +94,6 @@ class TestStreams:
         spun = waits(machine.policy(), [5_000] * 50 + [gap] * 1000)
         assert parks(spun[50 + FEW :])
 
-
-class TestBursts:
-    def test_idle_after_a_burst_is_one_spin_and_then_sleep(self, machine: Machine) -> None:
-        policy = machine.policy()
-        waits(policy, [2_000] * 100)
-        assert 0 < budget_ns(policy, 101, START + 200_000) <= LONGEST, "one budget for the whole wait"
-        spun_for(policy, False)
-        spun = waits(policy, [60_000 * MS] * 20)
-        assert sum(spun) <= FAILURES + 1
-
-    @pytest.mark.parametrize("silence", [10 * MS, 3_600_000 * MS])
-    def test_ping_pong_after_a_silence_is_hot_after_a_few_messages(self, machine: Machine, silence: int) -> None:
-        assert all(waits(machine.policy(), [silence, *[2 * machine.wake_up_ns] * 100])[FEW:])
-
-
-class TestPingPong:
     def test_two_parking_ends_find_to_each_other(self, machine: Machine) -> None:
         """Each answers as soon as it has the other's message, which takes a wake-up for one that is parked."""
         ends = [machine.policy(), machine.policy()]
@@ -141,16 +144,7 @@ class TestFailures:
         assert all(spun[first:])
 
 
-class TestWhereNothingMaySpin:
-    @given(st.lists(st.integers(0, 10**10), max_size=3 * PROBE))
-    def test_nothing_spins(self, gaps: list[int]) -> None:
-        assert not any(waits(TYPICAL.policy(may_spin=False), gaps))
-
-
 class TestAnything:
-    def test_an_end_of_a_fresh_queue_spins_first(self, machine: Machine) -> None:
-        assert machine.cost.spin_ns <= budget_ns(machine.policy(), 0, 0) <= LONGEST
-
     @given(
         st.lists(st.tuples(st.integers(0, 50), st.integers(-(10**9), 10**12), st.integers(0, 3)), max_size=200),
         st.booleans(),
@@ -191,23 +185,17 @@ class TestHot:
         waits(policy, [5 * MS] * 200)
         assert not policy.hot
 
-
-class TestModes:
-    @given(st.lists(st.integers(0, 10**10), max_size=3 * PROBE))
-    def test_spin_never_sleeps(self, gaps: list[int]) -> None:
-        policy, at_ns = TYPICAL.policy(mode="spin"), START
+    def test_modes_that_are_chosen_always_spin_and_always_park(self) -> None:
+        policy = TYPICAL.policy(mode="spin")
+        parking = Policy(may_spin=True, mode="park", cost=WakeUpCost(lambda: pytest.fail("nothing to measure")))
         assert policy.hot
-        for count, gap in enumerate(gaps):
+        at_ns = START
+        for count, gap in enumerate([5 * US, 5 * MS, 10_000 * MS] * PROBE):
             at_ns += gap
+            assert parking.begin(count, at_ns, at_ns) is PARK
             step = policy.begin(count, at_ns, at_ns)
             assert step.mode is WaitMode.SPIN
             assert step.until_ns > at_ns + 10**15
-
-    @given(st.lists(st.integers(0, 10**10), max_size=3 * PROBE))
-    def test_park_always_does(self, gaps: list[int]) -> None:
-        policy = TYPICAL.policy(mode="park")
-        assert not any(waits(policy, gaps))
-        assert not policy.cost._ns, "and nothing is measured for it"
 
 
 class TestMoreEndsThanCpus:
@@ -266,3 +254,51 @@ class TestThreads:
                     step = policy.missed(step.until_ns)
                 policy.hit(at_ns + TYPICAL.wake_up_ns, woken=True)
         assert all(spun[-20:])
+
+
+class TestCostOfWakeUps:
+    @given(st.integers(-(10**18), 10**18), st.lists(st.integers(-(10**18), 10**18), max_size=300))
+    def test_no_figure_however_wrong_lets_an_end_spin_on(self, measured: int, samples: list[int]) -> None:
+        cost = WakeUpCost(lambda: measured)
+        least, most = WAKE_UP_BOUNDS_NS
+        for late_ns in [0, *samples]:
+            assert least <= cost.ns <= most
+            assert 40_000 < cost.spin_ns < MS / 2
+            assert cost.spin_ns < cost.hot_gap_ns <= MS / 2, "a message each millisecond is none to spin for"
+            assert 30_000 < cost.yielding_spin_ns <= YIELDING_SPIN_NS
+            assert 0 < cost.jitter_ns < MS / 10
+            cost.learn(late_ns)
+
+    @pytest.mark.parametrize(("wrong", "right"), [(3_000, 80_000), (200_000, 5_000), (200_000, 80_000)])
+    def test_what_was_measured_wrong_is_put_right(self, wrong: int, right: int) -> None:
+        cost = WakeUpCost(lambda: wrong)
+        assert cost.ns == wrong
+        for _ in range(200):
+            cost.learn(right)
+        assert cost.ns == pytest.approx(right, rel=0.2)
+
+    @pytest.mark.parametrize(
+        ("passed", "at_ns", "looked_ns", "woken", "change"),
+        [
+            (1, 2 * MS, 2 * MS + 5_000, True, -1),
+            (1, 2 * MS, 2 * MS + 150_000, True, 1),
+            (0, 2 * MS, 2 * MS + 5_000, True, 0),
+            (7, 2 * MS, 2 * MS + 5_000, True, 0),
+            (1, MS - 1, 2 * MS + 5_000, True, 0),
+            (1, 3 * MS, 2 * MS + 5_000, True, 0),
+            (1, 2 * MS + SHORT_SLEEP_NS, 2 * MS + 5_000, True, 0),
+            (1, 2 * MS, 2 * MS + 5_000, False, 0),
+        ],
+        ids=["quick", "slow", "no message", "several", "before", "future", "late", "not asleep"],
+    )
+    def test_is_learned_from_the_message_that_ended_the_wait(
+        self, passed: int, at_ns: int, looked_ns: int, woken: bool, change: int
+    ) -> None:
+        """An end parks from 1 ms on, and then waits for the next message."""
+        policy = TYPICAL.policy(may_spin=False, crowded=True)
+        assert policy.cost.ns == TYPICAL_WAKE_UP_NS
+        assert policy.begin(5, 1, MS).mode is WaitMode.PARK
+        policy.hit(looked_ns, woken)
+        policy.begin(5 + passed, at_ns, looked_ns + MS)
+        learned = policy.cost.ns - TYPICAL_WAKE_UP_NS
+        assert (learned > 0) - (learned < 0) == change

@@ -105,7 +105,7 @@ async def test_cancelled_anywhere_it_leaves_nothing() -> None:
     rng = random.Random(8)
     end, told = planned()
     outcomes = set()
-    for _ in range(200):
+    for _ in range(70):
         end.ready = False
         spin = [Step(WaitMode.SPIN, monotonic_ns() + 100_000)]
         first = rng.choice([window(100_000, 300_000), begun(5 * MS), nap(30_000), spin])
@@ -134,7 +134,7 @@ async def test_no_wake_up_is_lost_by_a_thread_at_any_moment() -> None:
 
     def publish_all() -> None:
         nonlocal published
-        for _ in range(300):
+        for _ in range(100):
             go.acquire()
             for _ in range(rng.randrange(6000)):
                 pass
@@ -147,10 +147,10 @@ async def test_no_wake_up_is_lost_by_a_thread_at_any_moment() -> None:
     thread = threading.Thread(target=publish_all)
     thread.start()
     try:
-        for number in range(1, 301):
+        for number in range(1, 101):
             told.waits = [rng.choice([window(50_000, 50_000), begun(50_000), nap(10_000), []])]
             go.release()
             await end.poller.wait(lambda expected=number: published >= expected, number, 0, deadline=monotonic() + 20)
     finally:
-        go.release(300)
+        go.release(100)
         thread.join()
