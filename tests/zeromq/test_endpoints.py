@@ -90,13 +90,13 @@ def test_error_for_any_port_where_none_is_free_says_so(endpoint: str, monkeypatc
 
 
 @pytest.mark.parametrize("make", [*BINDS.values(), *CONNECTS.values()], ids=[*BINDS, *CONNECTS])
-@pytest.mark.parametrize("endpoint", [5, b"tcp://127.0.0.1:5", "ipc:///tmp/a\0b", "ipc:///tmp/\udc80", "foo", "tcp://"])
-async def test_one_that_is_none(make: Make, endpoint: Any) -> None:
-    with pytest.raises((TypeError, ValueError, EndpointError), match=r"endpoint|address|iterable"):
-        await enter(make(endpoint))
+async def test_one_that_is_none(make: Make) -> None:
+    for endpoint in (5, b"tcp://127.0.0.1:5", "ipc:///tmp/a\0b", "ipc:///tmp/\udc80", "foo", "tcp://"):
+        with pytest.raises((TypeError, ValueError, EndpointError), match=r"endpoint|address|iterable"):
+            await enter(make(endpoint))
 
 
-@pytest.mark.parametrize("make", [ZmqEventPublisher, ThreadedEventPublisher, EventSubscriber])
+@pytest.mark.parametrize("make", [ZmqEventPublisher, EventSubscriber])
 async def test_keys(make: Any) -> None:
     good = CurveKeys.generate(CurveKeys.generate().public)
     place = (FREE.replace("*", "5"),) if make is EventSubscriber else (0, FREE)

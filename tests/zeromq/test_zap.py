@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import zmq
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExce
 class Server:
     """A PULL socket behind an authenticator, and peers with keys of their own."""
 
-    def __init__(self, recognised: dict[bytes, str | Exception]) -> None:
+    def __init__(self) -> None:
         self.sockets = Sockets(threads=1)
-        self.recognised = recognised
+        self.recognised: dict[bytes, str | Exception] = {}
         self.authenticator = ZapAuthenticator(self.sockets.context, self._recognise, "a test")
         self.public, secret = zmq.curve_keypair()
         self.pull = self.sockets.add(self.sockets.context.socket(zmq.PULL))
@@ -58,28 +58,14 @@ class Server:
         self.sockets.close()
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server({})
-    yield server
-    server.close()
-
-
-def test_unknown_key_is_refused(server: Server) -> None:
-    assert server.admits("a")
-    assert not server.admits(None)
-
-
-def test_exception_of_recognise_refuses_its_peer_and_no_other_peer(server: Server) -> None:
-    assert not server.admits(MemoryError())
-    assert not server.admits(None)
-    assert server.admits("a")
+def test_unknown_key_and_exception_of_recognise_refuse_their_peer_and_no_other_peer() -> None:
+    with closing(Server()) as server:
+        assert not server.admits(MemoryError())
+        assert not server.admits(None)
+        assert server.admits("a")
 
 
 def test_socket_whose_authenticator_has_ended_admits_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ZapAuthenticator, "_serve", lambda self: self._socket.close(linger=0))
-    server = Server({})
-    try:
+    with closing(Server()) as server:
         assert not server.admits(None)
-    finally:
-        server.close()
