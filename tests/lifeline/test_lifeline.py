@@ -21,7 +21,7 @@ from support import until
 from aioshm.errors import HandleError
 from aioshm.lifeline import listener as listening
 from aioshm.lifeline.dialer import attach, dial
-from aioshm.lifeline.protocol import BYE, PING, PONG, PROVEN, WAKE, pack
+from aioshm.lifeline.protocol import BYE, PONG, PROVEN, WAKE, pack
 from aioshm.ring.layout import VERSION
 
 
@@ -35,7 +35,6 @@ def bells(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 class TestAdmission:
     async def test_passes_what_a_reader_needs(self, any_address: str, bells: bool) -> None:
-        before = open_fds()
         async with opened(any_address) as door:
             assert (door.listener.doorbell is not None) is bells
             reader = await Reader.admitted(any_address, 3)
@@ -51,7 +50,6 @@ class TestAdmission:
             assert door.log == [("attached", 3)]
             lifeline.close()
             await until(lambda: ("left", 3) in door.log, "the goodbye")
-        assert open_fds() == before
 
     async def test_passes_nothing_on_to_other_programs(self, address: str) -> None:
         """A descriptor that came over a socket is inherited by whatever is executed, unless that is forbidden."""
@@ -81,23 +79,18 @@ class TestAdmission:
     @pytest.mark.parametrize(
         ("greeting", "reason"),
         [
-            (hello(token=b"x" * 32), "the handle's token is wrong"),
             (hello(token=TOKEN[:-1]), "the handle's token is wrong"),
-            (hello(queue_id=b"x" * 16), "the handle belongs to another queue"),
             (hello(version=VERSION + 1), f"the reader has layout version {VERSION + 1}, the writer {VERSION}"),
-            (hello(rank=1000), "no local reader has rank 1000"),
         ],
         ids=lambda value: None if isinstance(value, str) else "",
     )
     async def test_of_others_is_refused_with_the_reason(self, address: str, greeting: object, reason: str) -> None:
-        before = open_fds()
         async with opened(address) as door:
             with pytest.raises(HandleError, match=f"the writer refused this reader: {reason}"):
                 await attach(address, greeting, dial(address, greeting))  # type: ignore[arg-type]
             assert door.log == []
             reader = await Reader.admitted(address)
             reader.lifeline.close()
-        assert open_fds() == before
 
     async def test_of_another_user_is_refused_by_the_writer(
         self, address: str, monkeypatch: pytest.MonkeyPatch
@@ -136,20 +129,6 @@ class TestSignals:
             sock.close()
             await until(lambda: door.log[-1] == ("left", 5), "the goodbye")
 
-    async def test_that_ask_again_and_again_get_an_answer_for_all(self, address: str, bells: bool) -> None:
-        async with opened(address) as door:
-            sock = knock(address)
-            sock.send(pack(hello()) + PING * 1000)
-            await until(lambda: door.log, "admission")
-            sock.send(PING * 3000)
-            sock.send(BYE)
-            await until(lambda: ("left", 0) in door.log or (sock.send(b"") == 0 and door.log[-1][0] == "attached"))
-            said = bytearray()
-            sock.shutdown(socket.SHUT_WR)
-            said += await until_hung_up(sock)
-            sock.close()
-            assert 1 <= said.count(PONG) <= 3
-
     async def test_of_a_newer_release_are_ignored(self, address: str, bells: bool) -> None:
         async with opened(address) as door:
             reader = await Reader.admitted(address)
@@ -160,9 +139,8 @@ class TestSignals:
             assert (reader.heard, door.wakes, door.log) == ([], 0, [("attached", 0)])
             reader.lifeline.close()
 
-    @pytest.mark.parametrize("segment", [True, False])
-    async def test_that_come_together_with_the_answer(self, address: str, bells: bool, segment: bool) -> None:
-        async with opened(address, segment=segment) as door:
+    async def test_that_come_together_with_the_answer(self, address: str, bells: bool) -> None:
+        async with opened(address) as door:
             door.go_once_proven = True
             sock = dial(address, hello())
             assert sock is not None
@@ -177,20 +155,17 @@ class TestSignals:
     async def test_to_whoever_is_gone_are_harmless(self, address: str, bells: bool) -> None:
         async with opened(address) as door:
             reader = await Reader.admitted(address)
-            peer = door.peers[0]
             reader.lifeline.close()
-            peer.ring()
-            peer.go()
-            await until(lambda: ("left", 0) in door.log, "the goodbye")
-            peer.ring()
-            peer.go()
+            for left in (False, True):
+                door.peers[0].ring()
+                door.peers[0].go()
+                await until(lambda left=left: not left or ("left", 0) in door.log, "the goodbye")
             reader = await Reader.admitted(address)
             door.close()
-            reader.lifeline.ring()
-            reader.lifeline.prove()
-            await reader.hears("closed")
-            reader.lifeline.ring()
-            reader.lifeline.prove()
+            for closed in (False, True):
+                reader.lifeline.ring()
+                reader.lifeline.prove()
+                await until(lambda closed=closed: not closed or "closed" in reader.heard, "the goodbye")
             reader.lifeline.close()
             reader.lifeline.close()
             reader.lifeline.ring()

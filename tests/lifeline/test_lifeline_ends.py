@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import select
 import socket
 from collections.abc import Callable, Iterator
@@ -13,11 +12,11 @@ from multiprocessing.context import SpawnProcess
 
 import psutil
 import pytest
-from doors import TOKEN, Door, Reader, hello, knock, listen_for_ever, opened, read_for_ever, until_hung_up
-from loops import open_fds, turns
+from doors import TOKEN, Reader, hello, knock, listen_for_ever, opened, read_for_ever, until_hung_up
+from loops import turns
 from support import until
 
-from aioshm.errors import HandleError, PeerClosed, SharedMemoryError
+from aioshm.errors import HandleError, SharedMemoryError
 from aioshm.lifeline import sockets
 from aioshm.lifeline.dialer import attach, dial
 from aioshm.lifeline.listener import LifelineListener
@@ -60,36 +59,6 @@ class TestLeaving:
                 sock.close()
                 await until(lambda: door.log[-1] == ("died", 0), "the end")
 
-    async def test_a_writer_that_looks_is_told_all_at_once(self, address: str) -> None:
-        async with opened(address) as door:
-            readers = [await Reader.admitted(address, rank) for rank in range(10)]
-            door.log.clear()
-            for reader in readers:
-                reader.lifeline.close()
-            newcomer = dial(address, hello(10))
-            assert newcomer is not None
-            door.listener.look()
-            assert sorted(door.log) == [("attached", 10)] + [("left", rank) for rank in range(10)]
-            newcomer.close()
-            await until(lambda: door.log[-1] == ("died", 10), "its end")
-
-    async def test_a_writer_that_closes_in_between_says_goodbye(self, address: str) -> None:
-        """The newcomer is told so, whichever of the steps to its admission was the last one."""
-        for steps in range(8):
-            async with opened(address) as door:
-                attaching = asyncio.ensure_future(attach(address, hello(), dial(address, hello())))
-                for _ in range(steps):
-                    await asyncio.sleep(0)
-                door.close()
-                try:
-                    lifeline = await asyncio.wait_for(attaching, 20)
-                except PeerClosed:
-                    continue
-                reader = Reader(lifeline)
-                await reader.hears("closed")
-                assert ("attached", 0) in door.log
-                reader.lifeline.close()
-
     @pytest.mark.parametrize("said_goodbye", [False, True], ids=["dead", "left"])
     async def test_one_that_is_evicted_while_its_socket_is_full_is_told_of_when_it_ends(
         self, address: str, said_goodbye: bool
@@ -116,7 +85,6 @@ class TestLeaving:
     async def test_a_newcomer_that_is_closed_by_what_its_predecessor_s_end_brings_about(
         self, address: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        before = open_fds()
         async with opened(address) as door:
             first = await Reader.admitted(address)
             newcomer = dial(address, hello())
@@ -127,7 +95,6 @@ class TestLeaving:
             await turns(10)
             assert door.log == [("attached", 0)]
             newcomer.close()
-        assert open_fds() == before
 
     @pytest.mark.parametrize("last_words", [b"", PROVEN, PROVEN + BYE], ids=["", "proven", "goodbye"])
     async def test_a_reader_that_leaves_something_unread(self, address: str, last_words: bytes) -> None:
@@ -166,20 +133,6 @@ class TestLeaving:
                     LifelineListener(any_address, bytes(16), TOKEN, 1)
                 reader = await Reader.admitted(any_address)
                 reader.lifeline.close()
-
-    def test_after_its_loop_has_gone(self, any_address: str) -> None:
-        before = open_fds()
-        ends: list[Door | Reader] = []
-
-        async def attach_one() -> None:
-            door = Door(any_address)
-            door.start()
-            ends.extend([door, await Reader.admitted(any_address)])
-
-        asyncio.run(attach_one())
-        for end in ends:
-            end.close() if isinstance(end, Door) else end.lifeline.close()
-        assert open_fds() == before
 
 
 class TestDeath:
