@@ -20,7 +20,6 @@ from aioshm.events import (
     EventBatch,
     EventSubscriber,
     Lost,
-    NullEventPublisher,
     PublisherClosed,
     Received,
     ZmqEventPublisher,
@@ -62,21 +61,14 @@ async def test_overflow_is_counted_logged_once_and_visible(ends: Ends, caplog: p
 async def test_batch_that_cannot_be_encoded_is_a_visible_gap(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     publisher = ends.publisher()
     subscriber = ends.subscriber(publisher)
-    publisher.publish(EventBatch(1.0, [BlockRemoved([2**70], "GPU")]))
-    publisher.publish(batch(1))
+    for hashes in ([2**70], [memoryview(b"abcdef")[::2]]):
+        publisher.publish(EventBatch(1.0, [BlockRemoved(hashes, "GPU")]))  # type: ignore[arg-type]
+    publisher.publish(batch(2))
     items = await take(subscriber, 2)
     assert isinstance(items[0], Lost)
-    assert (items[0].first, items[0].last) == (0, 0)
+    assert (items[0].first, items[0].last) == (0, 1)
     assert "batch 0 is lost" in caplog.text
-    assert publisher.stats().unencodable == 1
-
-
-async def test_batch_whose_encoding_raises_any_error_leaves_the_sender_awake(ends: Ends) -> None:
-    publisher = ends.publisher()
-    publisher.publish(EventBatch(1.0, [BlockRemoved([memoryview(b"abcdef")[::2]], "GPU")]))  # type: ignore[list-item]
-    publisher.publish(batch(1))
-    await publisher.flush(5.0)
-    assert (publisher.stats().unencodable, publisher.stats().sent) == (1, 1)
+    assert (publisher.stats().unencodable, publisher.stats().sent) == (2, 1)
 
 
 async def test_close_delivers_queued_batches(nothing_left: None) -> None:
@@ -124,7 +116,7 @@ async def test_cancelling_close_closes(nothing_left: None) -> None:
 
 
 async def test_an_inproc_name_is_free_again_at_once(nothing_left: None) -> None:
-    for _ in range(20):
+    for _ in range(3):
         async with ZmqEventPublisher(0, "inproc://again", "inproc://again-replay"):
             pass
 
@@ -159,14 +151,6 @@ async def test_bad_arguments_are_named(nothing_left: None, options: dict[str, An
         ZmqEventPublisher(**{"data_parallel_rank": 0, "endpoint": ANY, **options})
 
 
-async def test_an_address_that_is_taken_is_named(ends: Ends) -> None:
-    publisher = ends.publisher()
-    with pytest.raises(OSError, match=publisher.endpoint):
-        ZmqEventPublisher(0, publisher.endpoint, bind=True)
-    with pytest.raises(OSError, match=publisher.endpoint):
-        EventSubscriber(publisher.endpoint, bind=True).open()
-
-
 async def test_ranks_and_transports(ends: Ends, tmp_path: Path) -> None:
     path = f"ipc://{tmp_path}/kv"
     publisher = ends.publisher(2, path, "inproc://replay", bind=None)
@@ -193,29 +177,21 @@ async def test_open_ports_without_curve_warn_once(nothing_left: None, caplog: py
         assert not caplog.records
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::ffff:127.0.0.1]"])
 async def test_connecting_to_this_host_without_saying_so_warns(
-    nothing_left: None, caplog: pytest.LogCaptureFixture, host: str
+    nothing_left: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By vLLM's rule a publisher connects to a port of this host, where another publisher may have bound."""
-    if "::" in host:  # binds by vLLM's rule
-        async with ZmqEventPublisher(0, f"tcp://{host}:*"):
-            assert not caplog.records
-        return
     async with ZmqEventPublisher(0, ANY, bind=True) as first:
-        assert not caplog.records
-        endpoint = first.endpoint.replace("127.0.0.1", host)
-        async with ZmqEventPublisher(0, endpoint):
-            # The first publisher may have its say, too: another publisher is no subscriber.
-            (record,) = [record for record in caplog.records if "connects to" in record.getMessage()]
-            assert f"connects to {endpoint}" in record.getMessage()
-            assert "bind=True" in record.getMessage()
-        caplog.clear()
-        async with ZmqEventPublisher(0, endpoint, bind=False):
-            assert "connects to" not in caplog.text
+        for host, bind in (("127.0.0.1", None), ("localhost", None), ("localhost", False)):
+            caplog.clear()
+            endpoint = first.endpoint.replace("127.0.0.1", host)
+            async with ZmqEventPublisher(0, endpoint, bind=bind):
+                warned = [text for text in caplog.messages if f"connects to {endpoint}" in text and "bind=True" in text]
+                assert len(warned) == (bind is None)
     caplog.clear()
-    async with ZmqEventPublisher(0, "tcp://192.0.2.1:5557"):
-        assert not caplog.records, "another host's"
+    for quiet in ("tcp://192.0.2.1:5557", "tcp://[::ffff:127.0.0.1]:*"):  # another host; an address that is bound
+        async with ZmqEventPublisher(0, quiet):
+            assert not caplog.records
 
 
 async def test_curve_admits_only_holders_of_the_key(nothing_left: None) -> None:
@@ -291,16 +267,6 @@ class TestWaitForRoom:
         assert publisher.stats().sent == publisher.stats().published == 3
         assert [task.cancelled() for task in waiting] == [True, False, True, False]
 
-    async def test_timeout(self, ends: Ends) -> None:
-        publisher = ends.publisher(max_queue_size=1)
-        fill(publisher)
-        with pytest.raises(TimeoutError, match="1 event batches still wait"):
-            await publisher.apublish(batch(1), timeout=0)
-        publisher._core.drain()
-        await publisher.apublish(batch(1), timeout=PATIENCE_S)
-        await publisher.flush()
-        assert publisher.stats().published == 2
-
     @pytest.mark.parametrize("how", ["aclose", "shutdown"])
     async def test_closing_ends_the_wait(self, ends: Ends, how: str) -> None:
         publisher = ends.publisher(max_queue_size=1)
@@ -329,4 +295,3 @@ class TestWaitForRoom:
             await asyncio.to_thread(lambda: asyncio.run(publisher.apublish(batch(0))))
         with pytest.raises(RoleError, match="ThreadedEventPublisher"):
             await asyncio.to_thread(lambda: publisher.publish(batch(0)))
-        await NullEventPublisher().apublish(batch(0))

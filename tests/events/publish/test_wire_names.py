@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aioshm.errors import CodecError
-from aioshm.events import EventPublisher, ThreadedEventPublisher, ZmqEventPublisher
+from aioshm.events import ZmqEventPublisher
 from aioshm.events.config import SubscriberSettings, check_endpoint, for_rank, passed_on, publisher_binds
 from aioshm.events.protocol import wire
 from aioshm.zeromq import hosts
@@ -18,14 +16,13 @@ from ..helpers import Ends
 
 
 class TestNames:
-    @pytest.mark.parametrize("kind", [EventPublisher, ZmqEventPublisher, ThreadedEventPublisher])
-    def test_class_attributes_equal_those_of_vllm(self, kind: Any) -> None:
-        assert kind.END_SEQ == b"\xff" * 8
-        assert kind.SHUTDOWN_TIMEOUT == 1.0
-        assert kind.offset_endpoint_port("tcp://*:5557", 2) == "tcp://*:5559"
-        assert kind.offset_endpoint_port(None, 2) is None
-        with pytest.raises(ValueError, match="above 65535"):
-            kind.offset_endpoint_port("tcp://*:65535", 1)
+    def test_class_attributes_equal_those_of_vllm(self) -> None:
+        assert ZmqEventPublisher.END_SEQ == b"\xff" * 8
+        assert ZmqEventPublisher.SHUTDOWN_TIMEOUT == 1.0
+        assert ZmqEventPublisher.offset_endpoint_port("tcp://*:5557", 2) == "tcp://*:5559"
+        assert ZmqEventPublisher.offset_endpoint_port(None, 2) is None
+        with pytest.raises(ValueError, match="port 65536, above 65535"):
+            ZmqEventPublisher.offset_endpoint_port("tcp://*:65535", 1)
 
     def test_wildcard_endpoint_is_passed_on_with_the_hosts_address(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hosts, "own_address", lambda: "10.0.0.5")
@@ -42,16 +39,14 @@ class TestNames:
         publisher = ends.publisher(endpoint="tcp://*:0", replay="tcp://*:0")
         port = publisher.endpoint.rpartition(":")[2]
         assert publisher.endpoint == f"tcp://0.0.0.0:{port}"
-        own = hosts.connectable(publisher.endpoint)
-        assert publisher.connect_endpoint == own
-        assert "0.0.0.0" not in own
-        assert "0.0.0.0" not in publisher.connect_replay_endpoint
+        assert publisher.connect_endpoint == hosts.connectable(publisher.endpoint)
+        assert "0.0.0.0" not in publisher.connect_endpoint + publisher.connect_replay_endpoint
         config = publisher.get_publisher_config()
-        assert (config.endpoint, config.replay_endpoint) == (own, publisher.connect_replay_endpoint)
+        assert config.endpoint == publisher.connect_endpoint
+        assert config.replay_endpoint == publisher.connect_replay_endpoint
         fixed = ends.publisher(replay=None)
-        assert fixed.connect_endpoint == fixed.endpoint
+        assert fixed.connect_endpoint == fixed.get_publisher_config().endpoint == fixed.endpoint
         assert fixed.connect_replay_endpoint is None
-        assert fixed.get_publisher_config().endpoint == fixed.endpoint
 
 
 class TestEndpoints:
@@ -77,10 +72,6 @@ class TestEndpoints:
     def test_nonsense_is_named(self, endpoint: str) -> None:
         with pytest.raises(ValueError, match="endpoint"):
             check_endpoint(endpoint)
-
-    def test_ports_end_at_65535(self) -> None:
-        with pytest.raises(ValueError, match="65536"):
-            for_rank("tcp://host:65535", 1)
 
     def test_ranks_are_not_negative_and_endpoints_are_text(self) -> None:
         with pytest.raises(ValueError, match="-1"):
