@@ -1,8 +1,8 @@
 """Ends of events on a host of their own: ``python network_child.py ROLE LIVE REPLAY FIRST``.
 
-REPLAY is an endpoint or nothing. ``subscribe`` prints, for each batch, whether it was replayed, and its number.
-``bind`` and ``bind-keys`` bind LIVE for publishers that connect (``connect``, ``connect-keys``), give a
-silent connection up after `SILENCE_S`, and print ``gone 0`` when a connection has ended.
+``subscribe`` prints, for each batch, whether it was replayed, and its number. ``bind`` binds LIVE, with keys, for
+publishers that ``connect``, gives a silent connection up after `SILENCE_S`, and prints ``gone 0`` when a connection
+has ended.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def publish(
             await asyncio.sleep(EVERY_S)
 
 
-async def subscribe(live: str, replay: str | None, _first: int, **options: Any) -> None:
+async def subscribe(live: str, replay: str | None, **options: Any) -> None:
     async with EventSubscriber(live, replay, start="live", **options) as subscriber:
         while True:
             item = await subscriber.receive()
@@ -54,13 +54,13 @@ async def subscribe(live: str, replay: str | None, _first: int, **options: Any) 
 
 if __name__ == "__main__":
     role, live, replay, first = sys.argv[1:]
-    kind, _, keys = role.partition("-")
-    if kind == "bind":
+    if role == "bind":
         ports.BOUND_SUBSCRIBER_SILENCE_S = SILENCE_S
-        work = subscribe(live, None, 0, bind=True, curve=KEYS if keys else None, gone_after_s=0.1)
-    elif kind == "connect":
-        curve = CurveKeys.generate(KEYS.public) if keys else None
-        work = publish(live, None, int(first), bind=False, curve=curve)
+        work = subscribe(live, None, bind=True, curve=KEYS, gone_after_s=0.1)
+    elif role == "connect":
+        work = publish(live, None, int(first), bind=False, curve=CurveKeys.generate(KEYS.public))
+    elif role == "publish":
+        work = publish(live, replay, int(first))
     else:
-        work = {"publish": publish, "subscribe": subscribe}[role](live, replay or None, int(first))
+        work = subscribe(live, replay)
     asyncio.run(work)

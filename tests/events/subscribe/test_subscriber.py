@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
-from iterating import EACH_WAY, END, Way, by_aclosing
 
 from aioshm.errors import EventsLost, QueueClosed, RoleError
 from aioshm.events import (
@@ -22,23 +21,6 @@ from aioshm.events.protocol.encoding import BatchEncoder
 from aioshm.events.protocol.wire import MAX_TOPIC_BYTES
 
 from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery, take
-
-
-@EACH_WAY
-async def test_subscriber_taken_by_a_builtin_gives_batches_and_the_end(ends: Ends, way: Way) -> None:
-    publisher = ends.publisher()
-    subscriber = ends.subscriber(publisher)
-    publisher.publish(batch(0))
-    assert (await way(subscriber))[0] == 0
-    if way is not by_aclosing:  # which has closed the subscriber
-        waiting = asyncio.create_task(way(subscriber))
-        await asyncio.sleep(0)
-        publisher.publish(batch(1))
-        assert (await waiting)[0] == 1
-    ending = asyncio.create_task(way(subscriber))
-    await asyncio.sleep(0)
-    await subscriber.aclose()
-    assert await ending == END
 
 
 async def test_late_subscriber_gets_everything_or_a_loss(ends: Ends) -> None:
@@ -62,16 +44,6 @@ async def test_live_start_begins_with_the_first_arrival(ends: Ends) -> None:
     assert item.seq > 0
 
 
-async def test_a_consumer_that_is_slow_loses_nothing(ends: Ends) -> None:
-    publisher = ends.publisher(hwm=50)
-    subscriber = ends.subscriber(publisher, max_waiting=4)
-    subscriber.open()
-    for n in range(3000):
-        publisher.publish(batch(n))
-    await publisher.flush()
-    assert [item.seq for item in await take(subscriber, 3000) if isinstance(item, Received)] == list(range(3000))
-
-
 async def test_cancelling_loses_nothing(ends: Ends) -> None:
     publisher = ends.publisher()
     subscriber = ends.subscriber(publisher, max_waiting=2)
@@ -84,8 +56,8 @@ async def test_cancelling_loses_nothing(ends: Ends) -> None:
 
     published = 0
     async with asyncio.timeout(PATIENCE_S):
-        while len(got) < 300:
-            if published < 300:
+        while len(got) < 100:
+            if published < 100:
                 publisher.publish(batch(published))
                 published += 1
             task = asyncio.create_task(read())
@@ -93,7 +65,7 @@ async def test_cancelling_loses_nothing(ends: Ends) -> None:
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-    assert got == list(range(300))
+    assert got == list(range(100))
 
 
 async def test_closing_ends_every_wait(ends: Ends) -> None:
@@ -105,22 +77,20 @@ async def test_closing_ends_every_wait(ends: Ends) -> None:
     async def read() -> int:
         return len([item async for item in subscriber.deliveries()])
 
-    waiting = [asyncio.create_task(read()), asyncio.create_task(subscriber.receive())]
+    async def read_next() -> object:
+        return await anext(subscriber, "the end")
+
+    waiting = [asyncio.create_task(call) for call in (read(), read_next(), subscriber.receive())]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     await subscriber.aclose()
     await subscriber.aclose()
-    assert await waiting[0] == 0
+    assert [await waiting[0], await waiting[1]] == [0, "the end"]
     with pytest.raises(QueueClosed):
-        await waiting[1]
+        await waiting[2]
     assert [item async for item in subscriber] == []
     with pytest.raises(QueueClosed):
         subscriber.open()
-
-
-def test_refused_arguments_leave_nothing_to_warn_of() -> None:
-    with pytest.raises(TypeError, match="no_such_argument"):  # and no error in __del__, which would fail the test
-        EventSubscriber("tcp://127.0.0.1:1", no_such_argument=1)  # type: ignore[call-arg]
 
 
 async def test_abandoned_subscriber_warns_and_closes(ends: Ends) -> None:
@@ -134,13 +104,8 @@ async def test_abandoned_subscriber_warns_and_closes(ends: Ends) -> None:
 async def test_another_loop_is_refused(ends: Ends) -> None:
     subscriber = ends.subscriber(ends.publisher())
     subscriber.open()
-
-    def elsewhere() -> None:
-        with pytest.raises(RoleError):
-            asyncio.run(subscriber.receive(0.1))
-
-    await asyncio.get_running_loop().run_in_executor(None, elsewhere)
-    await asyncio.get_running_loop().shutdown_default_executor()
+    with pytest.raises(RoleError, match="another event loop"):
+        await asyncio.to_thread(lambda: asyncio.run(subscriber.receive(0.1)))
 
 
 @pytest.mark.parametrize(
@@ -150,15 +115,12 @@ async def test_another_loop_is_refused(ends: Ends) -> None:
         (("nowhere",), {}),
         ((["tcp://h:1", "tcp://h:2"], "tcp://h:3"), {}),
         (("tcp://h:1", "x"), {}),
-        (("tcp://h:1",), {"start": -1}),
         (("tcp://h:1",), {"start": 2**64 - 1}),
         (("tcp://h:1",), {"start": "now"}),
-        (("tcp://h:1",), {"replay_timeout": 0}),
         (("tcp://h:1",), {"replay_timeout": float("nan")}),
         (("tcp://h:1",), {"check_interval": 0}),
         (("tcp://h:1",), {"gone_after_s": 0}),
         (("tcp://h:1",), {"max_waiting": 0}),
-        (("tcp://h:1",), {"topic": "t" * 513}),
         (("tcp://h:1",), {"topic": "\u00e9" * 257}),
         (("tcp://h:1",), {"max_payload_bytes": 0}),
         (("tcp://h:1",), {"max_backlog_bytes": 0}),
@@ -169,20 +131,12 @@ def test_bad_arguments_are_named(arguments: Any, options: Any) -> None:
         EventSubscriber(*arguments, **options)
 
 
-Keys: TypeAlias = tuple[CurveKeys | None, CurveKeys | None]
-"""Of the end that binds, and of the end that connects."""
+# Limits: encryption makes each frame longer
 
 
-@pytest.fixture(params=["open", "encrypted"])
-def keys(request: pytest.FixtureRequest) -> Keys:
-    if request.param == "open":
-        return None, None
+async def test_payload_of_exactly_the_limit_arrives(nothing_left: None) -> None:
     server = CurveKeys.generate()
-    return server, CurveKeys.generate(server.public)
-
-
-async def test_payload_of_exactly_the_limit_arrives(nothing_left: None, keys: Keys) -> None:
-    server, client = keys
+    client = CurveKeys.generate(server.public)
     largest = EventBatch(1.0, [BlockRemoved([bytes(1000)], "GPU")])
     size = len(BatchEncoder().encode(largest, 0))
     async with EventSubscriber(ANY, start="live", bind=True, curve=server, max_payload_bytes=size) as subscriber:
@@ -196,10 +150,12 @@ async def test_payload_of_exactly_the_limit_arrives(nothing_left: None, keys: Ke
     assert subscriber.stats().garbage == subscriber.stats().reconnects == 0
 
 
-async def test_longest_topic_is_subscribed_to(nothing_left: None, keys: Keys) -> None:
-    server, client = keys
+async def test_longest_topic_is_subscribed_to(nothing_left: None) -> None:
+    server = CurveKeys.generate()
     topic = "t" * MAX_TOPIC_BYTES
     async with ZmqEventPublisher(0, ANY, bind=True, topic=topic, curve=server) as publisher:
-        async with EventSubscriber(publisher.endpoint, topic=topic, start="live", curve=client) as subscriber:
+        async with EventSubscriber(
+            publisher.endpoint, topic=topic, start="live", curve=CurveKeys.generate(server.public)
+        ) as subscriber:
             item = await publish_until_delivery(publisher, subscriber)
             assert item.source.topic == topic.encode()

@@ -42,7 +42,7 @@ def endpoints() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("late", ["the timer", "the loop"])
 async def test_answer_that_takes_long_is_read_to_its_end(ends: Ends, late: str) -> None:
     """The answer is overdue only if nothing has come for so long: not as a whole, nor because the loop was busy."""
-    publisher = await ends.filled(3000, 20)
+    publisher = await ends.filled(1000, 20)
     subscriber = ends.subscriber(publisher, max_waiting=5000, replay_timeout=PATIENCE_S)
     subscriber.open()
     (source,) = subscriber._sources
@@ -54,7 +54,7 @@ async def test_answer_that_takes_long_is_read_to_its_end(ends: Ends, late: str) 
         source.resume()
         source._replay.overdue_at -= 2 * PATIENCE_S
     source._tick()
-    assert [item.seq for item in await take(subscriber, 3000) if isinstance(item, Received)] == list(range(3000))
+    assert [item.seq for item in await take(subscriber, 1000) if isinstance(item, Received)] == list(range(1000))
     assert subscriber.stats().replay_failures == 0
 
 
@@ -62,9 +62,7 @@ async def test_a_killed_publisher_that_comes_back_is_noticed(nothing_left: None,
     endpoint, replay = endpoints
     index: BlockIndex[Source] = BlockIndex()
     async with EventSubscriber(endpoint, replay, check_interval=0.05, replay_timeout=1.0) as subscriber:
-        for life, count in enumerate(
-            (40, 41, 20, 300)
-        ):  # each publisher has fewer or more batches than the previous one
+        for life, count in enumerate((40, 41, 20, 300)):  # more, fewer and more batches than before
             truth = Truth(life)
             async with ZmqEventPublisher(0, endpoint, replay, bind=True) as publisher:
                 for _ in range(count):
@@ -83,20 +81,6 @@ async def test_tiny_check_interval_delivers_every_batch(ends: Ends) -> None:
             publisher.publish(batch(n))
             await asyncio.sleep(0)
         assert [item.seq for item in await take(subscriber, 50)] == list(range(50))
-
-
-async def test_timer_that_fires_early_does_not_postpone_the_check(ends: Ends) -> None:
-    """The timer stays set for the time of an older message: its call must not begin the silence anew."""
-    publisher = ends.publisher()
-    subscriber = ends.subscriber(publisher, check_interval=PATIENCE_S)
-    publisher.publish(batch(0))
-    await take(subscriber, 1)
-    (source,) = subscriber._sources
-    await until(lambda: source._check_at is not None)
-    due = source._check_at
-    source._timer.cancel()  # as after its time
-    source._tick()
-    assert source._check_at == source._due == due
 
 
 async def test_a_connection_that_breaks_is_resumed(ends: Ends) -> None:
@@ -130,7 +114,7 @@ STEPS = st.lists(
     wire=st.sampled_from(["vllm-0.24+", "vllm-0.9"]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 def test_soak(steps: list[tuple[str, int]], share: float, buffer: int, wire: Any, seed: int) -> None:
     """Whatever happens to publisher and network: the index equals the truth, or a loss was reported."""
     with kept_endpoint() as replay:

@@ -85,12 +85,11 @@ async def test_connections_end_at_an_open_port_while_the_consumer_does_not_read(
             await until(lambda: subscriber.stats().handshake_failures > before, "the end of the connection")
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_replay_port_that_answers_garbage(ends: Ends, stranger: Any) -> None:
     publisher = ends.publisher(replay=None)
     router = stranger(zmq.ROUTER, ANY, bind=True)
     replay = router.last_endpoint.rstrip(b"\0").decode()
-    async with EventSubscriber(publisher.endpoint, replay, replay_timeout=0.2, check_interval=None) as subscriber:
+    async with EventSubscriber(publisher.endpoint, replay, replay_timeout=0.05, check_interval=None) as subscriber:
         subscriber.open()
 
         async def serve() -> None:
