@@ -27,6 +27,7 @@ from aioshm.events import (
     BlockRemoved,
     BlockStored,
     EventBatch,
+    Lost,
     PublisherGone,
     Restarted,
     Source,
@@ -76,49 +77,40 @@ def test_tail_filters_and_speaks_json(publisher: ThreadedEventPublisher) -> None
     assert "rank 1 #0 BlockStored block_hashes=[0, '01']" in lines[0]
 
 
-def test_tail_without_publisher_reports_that(publisher: ThreadedEventPublisher) -> None:
+def test_tail_without_publisher_reports_that(
+    publisher: ThreadedEventPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioshm.cli.events._PATIENCE_S", 0.3)
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))  # and does not listen
         nowhere = f"tcp://127.0.0.1:{unheard.getsockname()[1]}"
-        result = invoke("tail", nowhere, publisher.endpoint, "--duration", "1.3")
+        result = invoke("tail", nowhere, publisher.endpoint, "--duration", "0.5")
         assert result.exit_code == 0, result.output
         assert result.stderr == f"{nowhere}: no publisher is connected yet; waiting for one\n"
         assert result.stdout == ""
-        result = invoke("tail", nowhere, "--duration", "1.3", "--json")
+        result = invoke("tail", nowhere, "--duration", "0.5", "--json")
         [line] = result.stdout.splitlines()
         assert json.loads(line)["type"] == "nobody"
         assert json.loads(line)["endpoint"] == nowhere
         assert result.stderr == ""
 
 
-def test_tail_shows_losses(tmp_path: Path) -> None:
-    with ThreadedEventPublisher(0, ANY, ANY, 1, bind=True) as publisher:
-        for n in range(3):
-            publisher.publish(EventBatch(float(n), []))
-        publisher.flush(10)
-        result = invoke("tail", *where(publisher), "--count", "1", "--json")
-        assert json.loads(result.output.splitlines()[0])["type"] == "lost"
-        assert "lost first=0 last=1 reason=" in invoke("tail", *where(publisher), "--count", "1").output
+SOURCE = Source("tcp://h:1", b"pod", 2)
 
 
 @pytest.mark.parametrize(
-    ("item", "kind", "text"),
+    ("item", "kind", "fields"),
     [
-        (
-            Restarted(Source("tcp://h:1", b"pod", 2), 7),
-            "restarted",
-            "restarted expected=7 reason=its numbers went back",
-        ),
-        (PublisherGone(Source("tcp://h:1", b"pod", 2), 7, 60.02), "gone", "gone expected=7 after_s=60.02"),
+        (Lost(SOURCE, 3, 7, "silence"), "lost", {"first": 3, "last": 7, "reason": "silence"}),
+        (Restarted(SOURCE, 7), "restarted", {"expected": 7, "reason": "its numbers went back"}),
+        (PublisherGone(SOURCE, 7, 60.02), "gone", {"expected": 7, "after_s": 60.02}),
     ],
 )
-def test_line_of_a_publisher_that_ended_names_it(item: Any, kind: str, text: str) -> None:
-    (line,) = lines_of(item, set(), as_json=False)
-    assert line.startswith("tcp://h:1 topic pod rank 2: ")
-    assert line.endswith(text)
+def test_line_of_a_loss_or_an_end_names_the_publisher(item: Any, kind: str, fields: dict[str, Any]) -> None:
+    text = " ".join(f"{name}={value}" for name, value in fields.items())
+    assert lines_of(item, set(), as_json=False) == [f"tcp://h:1 topic pod rank 2: {kind} {text}"]
     (line,) = lines_of(item, set(), as_json=True)
-    found = json.loads(line)
-    assert (found["type"], found["rank"], found["expected"]) == (kind, 2, 7)
+    assert json.loads(line) == {"endpoint": "tcp://h:1", "rank": 2, "type": kind, **fields}
 
 
 def replayed(file: Path, tmp_path: Path, count: int) -> list[bytes]:

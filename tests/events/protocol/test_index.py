@@ -122,24 +122,20 @@ class TestBlockIndex:
 
 
 class TestAggregator:
-    def test_common_and_all(self) -> None:
+    def test_events_of_all_workers_are_common(self) -> None:
         workers: KVEventAggregator[BlockStored] = KVEventAggregator(2)
         workers.add_events([stored(1), stored(2), stored(2)])
         workers.add_events([stored(1)])
         assert workers.get_common_events() == [stored(1)]
         assert workers.get_all_events() == [stored(1), stored(1), stored(2), stored(2)]
-        workers.clear_events()
-        assert workers.get_all_events() == workers.get_common_events() == []
-        assert workers.get_number_of_workers() == 2
-
-    def test_workers_up_and_down(self) -> None:
-        workers: KVEventAggregator[BlockStored] = KVEventAggregator(1)
-        workers.add_events([stored(1)])
         workers.increment_workers(2)
         assert workers.get_common_events() == []
         workers.decrement_workers()
-        assert workers.get_number_of_workers() == 2
+        assert workers.get_number_of_workers() == 3
+        workers.clear_events()
+        assert workers.get_all_events() == workers.get_common_events() == []
         workers.reset_workers()
+        workers.add_events([stored(1)])
         assert workers.get_common_events() == [stored(1)]
         assert "workers=1" in repr(workers)
 
@@ -147,10 +143,12 @@ class TestAggregator:
         with pytest.raises(ValueError, match="num_workers"):
             KVEventAggregator(0)
         workers: KVEventAggregator[BlockStored] = KVEventAggregator(1)
-        for bad in (workers.increment_workers, workers.decrement_workers):
+        for bad, count in (
+            (workers.increment_workers, 0),
+            (workers.decrement_workers, 0),
+            (workers.decrement_workers, 1),
+        ):
             with pytest.raises(ValueError, match="count"):
-                bad(0)
-        with pytest.raises(ValueError, match="count"):
-            workers.decrement_workers(1)
+                bad(count)
         with pytest.raises(TypeError, match="tuple"):
             workers.add_events((stored(1),))  # type: ignore[arg-type]

@@ -206,16 +206,15 @@ class TestWithReplay:
 
 
 class TestNewConnections:
-    @pytest.mark.parametrize("seq", [3, 7])
-    def test_batch_over_a_new_connection_without_replay_counts_as_a_restart(self, seq: int) -> None:
-        play = Play(replay=False).live(0, 1, 2, over=1).back(1).live(seq, seq + 1, over=2)
-        play.got(0, 1, 2, "restarted", (0, seq - 1), seq, seq + 1)
-        assert (play.stats.restarts, play.stats.gaps) == (1, 1 if seq > 3 else 0)
-
-    @pytest.mark.parametrize("seq", [0, 1])
-    def test_restart_over_a_new_connection_without_replay_is_reported_once(self, seq: int) -> None:
-        play = Play(replay=False).live(0, 1, 2, over=1).live(seq, body="new", over=2)
-        play.got(0, 1, 2, "restarted", *([(0, seq - 1)] if seq else []), seq)
+    @pytest.mark.parametrize("is_back", [True, False])
+    @pytest.mark.parametrize("seq", [0, 1, 3, 7])
+    def test_batch_over_a_new_connection_without_replay_counts_as_one_restart(self, seq: int, is_back: bool) -> None:
+        play = Play(replay=False).live(0, 1, 2, over=1)
+        if is_back:
+            play.back(1)
+        play.live(seq, seq + 1, body="new", over=2)
+        play.got(0, 1, 2, "restarted", *([(0, seq - 1)] if seq else []), seq, seq + 1)
+        assert play.stats.restarts == 1
 
     def test_new_connection_of_one_publisher_does_not_affect_further_publishers(self) -> None:
         play = Play(replay=False)
