@@ -80,15 +80,15 @@ def test_tail_filters_and_speaks_json(publisher: ThreadedEventPublisher) -> None
 def test_tail_without_publisher_reports_that(
     publisher: ThreadedEventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioshm.cli.events._PATIENCE_S", 0.3)
+    monkeypatch.setattr("aioshm.cli.events._PATIENCE_S", 0.5)
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))  # and does not listen
         nowhere = f"tcp://127.0.0.1:{unheard.getsockname()[1]}"
-        result = invoke("tail", nowhere, publisher.endpoint, "--duration", "0.5")
+        result = invoke("tail", nowhere, publisher.endpoint, "--duration", "0.8")
         assert result.exit_code == 0, result.output
         assert result.stderr == f"{nowhere}: no publisher is connected yet; waiting for one\n"
         assert result.stdout == ""
-        result = invoke("tail", nowhere, "--duration", "0.5", "--json")
+        result = invoke("tail", nowhere, "--duration", "0.8", "--json")
         [line] = result.stdout.splitlines()
         assert json.loads(line)["type"] == "nobody"
         assert json.loads(line)["endpoint"] == nowhere

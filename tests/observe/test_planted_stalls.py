@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from planted import line_of
 from planting import Planted
-from support import eventually
+from support import eventually, until
 
+from aioshm import MessageQueue
 from aioshm.observe import find_queue, who
 from aioshm.observe.suspects import Suspect
 from aioshm.process.stacks import stacks_of
@@ -71,13 +72,6 @@ class TestStalls:
         assert (suspect.kind, suspect.rank) == ("blocked", 1)
         assert "took nothing in the last" in suspect.text
         check_line(suspect, "blocked")
-        times = []
-        for _ in range(3):
-            begin = time.monotonic()
-            [report] = who(planted.name)
-            times.append(time.monotonic() - begin)
-            assert report.suspects[0].pid == reader.pid
-        assert min(times) < 1, "the rest of it is what else the machine does"
 
     def test_a_writer_that_hangs(self, planted: Planted) -> None:
         writer, _ = planted.queue("write and hang", "read")
@@ -89,25 +83,13 @@ class TestStalls:
         check_line(suspect, "writer")
 
 
-@pytest.mark.slow
-def test_absent_reader_is_named(planted: Planted) -> None:
-    writer = planted.start("write", 2)
-    reader = planted.start("read", 1)
-    assert reader.stdout is not None
-    eventually(lambda: any(_is_absent(planted)), "a queue that waits for reader 0")
-    [suspect] = [each for each in who(planted.name)[0].suspects if each.kind == "absent"]
-    assert (suspect.rank, suspect.pid, suspect.text) == (0, 0, "no process has attached yet")
-    assert writer.poll() is None
-
-
-def _is_absent(planted: Planted) -> list[bool]:
-    reports = [report for report in who() if report.queue.label == planted.name]
-    return [[each.rank for each in report.suspects if each.kind == "absent"] == [0] for report in reports]
-
-
-@pytest.mark.slow
-def test_nothing_is_left_open(planted: Planted) -> None:
-    planted.queue("write", "read")
-    before = os.listdir("/proc/self/fd")
-    who(planted.name)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+async def test_absent_reader_is_named_and_nothing_is_left_open() -> None:
+    async with MessageQueue(2, 2, name="half") as writer, MessageQueue.attach("half", 1):
+        waiting = asyncio.create_task(writer.wait_until_ready())
+        await until(lambda: writer.stats().readers == 1, "the second reader alone")
+        before = os.listdir("/proc/self/fd")
+        [report] = who("half", window_s=0.02)
+        [suspect] = [each for each in report.suspects if each.kind == "absent"]
+        assert (suspect.rank, suspect.pid, suspect.text) == (0, 0, "no process has attached yet")
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+        waiting.cancel()

@@ -11,7 +11,6 @@ import pytest
 from planting import Planted
 from support import eventually
 
-import aioshm.observe
 from aioshm import MessageQueue, Options, ShmRingBuffer
 from aioshm.errors import AioshmError
 from aioshm.observe import Watch, find_queue, find_queues
@@ -174,15 +173,6 @@ class TestWatch:
                 key = writer.export_handle().queue_id.hex()
                 assert key in [queue.header.queue_id for queue in watch.look()]
             assert key not in [queue.header.queue_id for queue in watch.look()]
-
-
-def test_public_names_are_imported_on_first_use() -> None:
-    code = "import sys, aioshm.observe; sys.exit(any(m.startswith('aioshm.observe.') for m in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    for name in aioshm.observe.__all__:
-        assert getattr(aioshm.observe, name) is not None
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = aioshm.observe.nothing
 
 
 def of_this_process() -> list[Segment]:

@@ -149,21 +149,17 @@ def own_processes(parent: int | None = None) -> dict[str, StartedProcess]:
     return {each.name: each for each in find_processes(0.0) if each.parent == (parent or os.getpid())}
 
 
+def call(target: Callable[..., None], *args: object) -> None:
+    target(*args)
+
+
 @contextmanager
-def started(**targets: tuple[Callable[..., None], tuple[object, ...]]) -> Iterator[dict[str, Any]]:
-    """Run functions in processes with these names, once each has stamped its cell."""
-    managers = []
-    try:
-        processes = {}
-        for name, (target, args) in targets.items():
-            managers.append(ProcessManager(target, [Job(name, args)], shutdown_timeout=0))
-            [processes[name]] = managers[-1].processes
-        for process in processes.values():
+def started(**targets: tuple[object, ...]) -> Iterator[dict[str, Any]]:
+    """Run functions with their arguments in processes with these names, once each has stamped its cell."""
+    with ProcessManager(call, [Job(name, args) for name, args in targets.items()], shutdown_timeout=0) as manager:
+        for process in manager.processes:
             eventually(lambda p=process: p.progress.read().phase != STARTING, "the first stamp")
-        yield processes
-    finally:
-        for manager in managers:
-            manager.close()
+        yield {process.name: process for process in manager.processes}
 
 
 @pytest.fixture(autouse=True)
@@ -173,20 +169,16 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_process_is_found_with_its_state() -> None:
     targets = {
-        "EngineCore_0": (busy, (0.001,)),
-        "EngineCore_1": (busy, (1000,)),
-        "EngineCore_2": (blocked_loop, ()),
-        "Model_7": (idle, ()),
-        "Model_standby_0": (idle, ()),
+        "EngineCore_0": (busy, 0.001),
+        "EngineCore_1": (busy, 1000),
+        "EngineCore_2": (blocked_loop,),
+        "Model_7": (idle,),
+        "Model_standby_0": (idle,),
     }
     with ProcessManager(time.sleep, [Job("other", (1000,)), Job("EngineCore_9", (1000,))], shutdown_timeout=0):
         with started(**targets) as processes:
             os.kill(processes["Model_standby_0"].pid, signal.SIGSTOP)
-            eventually(lambda: proc.process_info(processes["Model_standby_0"].pid).state == "stopped")
-            eventually(lambda: own_processes()["EngineCore_0"].state == "stalled")
-            eventually(lambda: own_processes()["EngineCore_2"].state == "stalled")
-            found = own_processes()
-            assert {name: each.state for name, each in found.items()} == {
+            expected = {
                 "EngineCore_0": "stalled",
                 "EngineCore_1": "busy",
                 "EngineCore_2": "stalled",
@@ -195,6 +187,14 @@ def test_each_process_is_found_with_its_state() -> None:
                 "Model_standby_0": "stopped",
                 "other": "running",
             }
+            found: dict[str, StartedProcess] = {}
+
+            def is_as_expected() -> bool:
+                found.clear()
+                found.update(own_processes())
+                return {name: each.state for name, each in found.items()} == expected
+
+            eventually(is_as_expected)
             assert list(found)[:4] == ["EngineCore_0", "EngineCore_1", "EngineCore_2", "EngineCore_9"]
             one = found["EngineCore_0"]
             assert (one.kind, one.rank, one.pid, one.requests) == ("engine", 0, processes["EngineCore_0"].pid, 4)
@@ -204,7 +204,7 @@ def test_each_process_is_found_with_its_state() -> None:
 
 
 def test_forks_of_a_process_and_of_its_supervisor_are_not_taken_for_the_process() -> None:
-    with started(EngineCore_0=(forking, ())) as processes:
+    with started(EngineCore_0=(forking,)) as processes:
         process = psutil.Process(processes["EngineCore_0"].pid)
         eventually(process.children, "the fork")
         fork = os.fork()
@@ -222,7 +222,7 @@ def test_forks_of_a_process_and_of_its_supervisor_are_not_taken_for_the_process(
 
 
 def test_workers_of_an_engine_are_shown_with_their_engine() -> None:
-    with started(EngineCore_0=(supervising, ())) as processes:
+    with started(EngineCore_0=(supervising,)) as processes:
         pid = processes["EngineCore_0"].pid
         eventually(lambda: own_processes(pid), "the worker")
         assert own_processes()["EngineCore_0"].pid == pid
@@ -244,26 +244,28 @@ def foreign_file(content: bytes, **options: Any) -> Iterator[int]:
         os.close(fd)
 
 
+CELL = struct.pack("=10Q", BUSY, *[1] * 9)
+
+
 def test_file_that_is_not_a_cell_is_passed_over() -> None:
-    with started(Model_0=(idle, ())), ExitStack() as stack:
+    with ExitStack() as stack:
         for content in (b"", b"\0" * 63, b"\xff" * 64, b"nonsense" * 600):
             stack.enter_context(foreign_file(content))
-        assert set(own_processes()) == {"Model_0"}
+        pid = stack.enter_context(foreign_file(CELL))
+        assert [each.pid for each in find_processes(0.0) if each.parent == os.getpid()] == [pid]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
 def test_process_of_another_user_is_passed_over() -> None:
-    cell = struct.pack("=10Q", BUSY, *[1] * 9)
-    with foreign_file(cell, user=65534) as foreign, foreign_file(cell) as own:
-        pids = [each.pid for each in find_processes(0.0)]
-        assert (foreign in pids, own in pids) == (False, True)
+    with foreign_file(CELL, user=65534) as pid:
+        assert pid not in [each.pid for each in find_processes(0.0)]
 
 
 def test_without_py_spy_the_stack_is_the_one_that_the_supervisor_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioshm.process.stacks.stacks_of", lambda pid: ((), NOT_INSTALLED))
     lines = Path(__file__).read_text().splitlines()
     number = next(number for number, text in enumerate(lines, 1) if text.endswith("# HERE"))
-    with started(EngineCore_0=(busy, (0.001,))) as processes:
+    with started(EngineCore_0=(busy, 0.001)) as processes:
         cell = processes["EngineCore_0"].progress
         watch = StartedProcesses()
 
