@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import uvloop
@@ -38,7 +37,6 @@ def test_version_by_the_command():
     ("args", "words"),
     [
         ([], ["demo", "doctor", "events", "export", "ls", "inspect", "top", "who", "dump"]),
-        (["--help"], ["demo", "doctor", "events", "export", "ls", "inspect", "top", "who", "dump"]),
         (["events"], ["tail", "record", "replay", "stats"]),
         (["demo", "--help"], ["--readers", "--remote", "--repeat", "--engines", "--json"]),
     ],
@@ -142,9 +140,6 @@ def test_command_imports_only_its_own_modules() -> None:
 # Interrupts
 
 
-MAKES = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-
-
 @pytest.fixture(params=[signal.SIGINT, signal.SIGTERM])
 def strike(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
     """Return a function that sends a signal to this process; check the signal handlers afterwards."""
@@ -153,10 +148,11 @@ def strike(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_more_signals_do_not_interrupt_the_cleaning_up(loop: str, strike: Callable[[], None]) -> None:
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_more_signals_do_not_interrupt_the_cleaning_up(
+    make_loop: Callable[[], asyncio.AbstractEventLoop], strike: Callable[[], None]
+) -> None:
     cleaned: list[str] = []
-    loops: list[asyncio.AbstractEventLoop] = []
 
     async def work() -> None:
         try:
@@ -169,21 +165,15 @@ def test_more_signals_do_not_interrupt_the_cleaning_up(loop: str, strike: Callab
                     await asyncio.sleep(0.01)
                     cleaned.append("the work")
 
-    def make() -> Any:
-        loops.append(MAKES[loop]())
-        return loops[0]
-
     with pytest.raises(app.CommandFailed, match=r"interrupted|terminated"):
-        app.run_interruptibly(work(), make)
+        app.run_interruptibly(work(), make_loop)
     assert cleaned == ["the work"] * 3
-    assert loops[0].is_closed()
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_error_after_a_signal_is_an_interruption(loop: str, strike: Callable[[], None]) -> None:
+def test_error_after_a_signal_is_an_interruption(strike: Callable[[], None]) -> None:
     async def work() -> None:
         strike()
         raise BrokenPipeError("a process that the signal has reached, too, is gone")
 
     with pytest.raises(app.CommandFailed, match=r"interrupted|terminated"):
-        app.run_interruptibly(work(), MAKES[loop])
+        app.run_interruptibly(work())
