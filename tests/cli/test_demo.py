@@ -48,11 +48,11 @@ def test_piped_output_fits_80_columns_and_has_no_escapes(start_demo):
 @pytest.mark.parametrize(
     ("options", "line", "kill", "signum", "error"),
     [
-        (LONG, "writer:", os.killpg, signal.SIGINT, "interrupted"),
-        ((), "1 writer", os.kill, signal.SIGTERM, "terminated"),
+        (LONG, "writer:", os.kill, signal.SIGTERM, "terminated"),
+        ((), "1 writer", os.killpg, signal.SIGINT, "interrupted"),
         (("--engines", "2"), "sending", os.killpg, signal.SIGINT, "interrupted"),
     ],
-    ids=["of the group", "of the first process during the start", "of engines"],
+    ids=["of the first process", "of the group during the start", "of engines"],
 )
 def test_interrupt_ends_everything(start_demo, options, line, kill, signum, error):
     demo = start_demo(*options)
