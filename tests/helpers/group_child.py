@@ -139,35 +139,11 @@ async def arrays(me: int, groups: dict[str, Any], group: str, writer: int, count
         return await receive(queue, 7, count)
 
 
-async def beside(me: int, groups: dict[str, Any], count: int) -> list[Any]:
-    """The whole group, and some of its members in a group of their own, at the same time."""
-    calls = [arrays(me, groups, "gloo", 2, count)]
-    if me in (1, 3):
-        calls.append(arrays(me, groups, "odd", 1, count))
-    return await asyncio.gather(*calls)
-
-
 async def ranks(me: int, groups: dict[str, Any]) -> list[int]:
     """Say which ranks read in a subgroup."""
     async with await create_from_process_group(groups["odd"], 4096, 4, 1) as queue:
         stats = queue.stats()
         return [stats.rank] if stats.side == "reader" else list(queue.export_handle().local_reader_ranks)
-
-
-async def vllm_to_all(me: int, groups: dict[str, Any], group: str, writer: int, count: int) -> list[Any]:
-    """One rank of the group writes to all others, through vLLM's interface; say what was sent or received."""
-
-    def member() -> list[Any]:
-        queue = VllmQueue.create_from_process_group(groups[group], 1 << 16, 4, writer)
-        try:
-            sent = [(number, array_of(7, number).tolist()) for number in range(count)]
-            received = [queue.broadcast_object(obj if queue._is_writer else None) for obj in sent]
-            assert received == sent
-            return [queue._is_writer, len(received)]
-        finally:
-            queue.shutdown()
-
-    return await asyncio.to_thread(member) if groups[group] is not dist.GroupMember.NON_GROUP_MEMBER else []
 
 
 async def vllm_to_one(me: int, groups: dict[str, Any], group: str, reader: int, count: int) -> list[Any]:

@@ -367,15 +367,10 @@ async def test_an_error_of_the_writer_reaches_all(arguments: tuple[Any, Any], er
 @pytest.mark.parametrize(
     ("maker", "wrong", "error"),
     [
-        (create_from_process_group, {"options": "mine"}, "TypeError: options must be an Options or None, not 'mine'"),
-        (
-            create_from_process_group_single_reader,
-            {"options": "mine"},
-            "TypeError: options must be an Options or None, not 'mine'",
-        ),
         (create_from_process_group, {"codec": MsgpackCodec(type=Step)}, "ValueError: codec must be 'pickle'"),
+        (create_from_process_group_single_reader, {"options": "mine"}, "TypeError: options must be an Options or None"),
     ],
-    ids=["options", "options of the single reader", "codec"],
+    ids=["codec", "options of the single reader"],
 )
 async def test_an_error_of_any_rank_reaches_all(maker: Any, wrong: dict[str, Any], error: str) -> None:
     errors = await everywhere([maker(pg, *SIZES, **(wrong if pg.rank == 2 else {})) for pg in meet(3)])
@@ -397,13 +392,7 @@ async def test_a_broken_group_leaves_nothing() -> None:
     ("maker", "name"),
     [(create_from_process_group, "writer_rank"), (create_from_process_group_single_reader, "reader_rank")],
 )
-async def test_ranks_are_checked(maker: Any, name: str) -> None:
-    for rank, error in [(2, ValueError), (-1, ValueError), ("0", TypeError), (True, TypeError)]:
-        errors = await everywhere([maker(pg, *SIZES, rank if pg.rank == 1 else 0) for pg in meet(2)])
-        assert type(errors[0]) is HandleError
-        assert type(errors[1]) is error
-        assert name in str(errors[1])
-        assert str(rank) in str(errors[1])
+async def test_ranks_must_be_the_same_everywhere(maker: Any, name: str) -> None:
     errors = await everywhere([maker(pg, *SIZES, pg.rank) for pg in meet(2)])
     assert [str(error) for error in errors] == [
         f"{name} must be the same at every rank: it is 0 at rank 0, 1 at rank 1"

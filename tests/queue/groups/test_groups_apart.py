@@ -17,7 +17,7 @@ from test_stateless_group import free_port
 pytestmark = pytest.mark.slow
 
 CHILD = HELPERS / "group_child.py"
-COUNT = 2_000
+COUNT = 1_000
 
 
 class Crew:
@@ -82,19 +82,10 @@ def crew() -> Iterator[Crew]:
         crew.kill()
 
 
-both = pytest.mark.parametrize(("group", "loop"), [("gloo", "uvloop"), ("stateless", "asyncio")])
-each_group = pytest.mark.parametrize("group", ["gloo", "stateless"])
-
-
-@both
+@pytest.mark.parametrize(("group", "loop"), [("gloo", "uvloop"), ("stateless", "asyncio")])
 def test_every_array_arrives_at_every_reader(crew: Crew, group: str, loop: str) -> None:
     crew.do("arrays", loop, group=group, writer=2, count=COUNT)
     assert crew.returned() == [COUNT, COUNT, 0, COUNT]
-
-
-def test_a_subgroup_beside_the_whole(crew: Crew) -> None:
-    crew.do("beside", "uvloop", count=500)
-    assert crew.returned() == [[500], [500, 500], [0], [500, 0]]
 
 
 def test_ranks_are_the_subgroups(crew: Crew) -> None:
@@ -109,13 +100,7 @@ def test_ranks_are_the_subgroups(crew: Crew) -> None:
         }
 
 
-@each_group
-def test_vllms_interface_from_one_to_all_others(crew: Crew, group: str) -> None:
-    crew.do("vllm_to_all", "asyncio", group=group, writer=2, count=200)
-    assert crew.returned() == [[rank == 2, 200] for rank in range(4)]
-
-
-@pytest.mark.parametrize(("group", "members"), [("gloo", [0, 1, 2, 3]), ("stateless", [0, 1, 2, 3]), ("odd", [1, 3])])
+@pytest.mark.parametrize(("group", "members"), [("gloo", [0, 1, 2, 3]), ("odd", [1, 3])])
 def test_vllms_interface_from_all_to_one(crew: Crew, group: str, members: list[int]) -> None:
     crew.do("vllm_to_one", "asyncio", group=group, reader=3, count=20)  # by its rank among all
     received = [[[rank, number] for number in range(20)] for rank in members]

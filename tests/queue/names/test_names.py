@@ -298,6 +298,26 @@ async def test_a_reader_that_is_not_to_reconnect() -> None:
         assert [message async for message in reader] == [1]
 
 
+@pytest.mark.one_loop
+async def test_reader_of_a_writer_killed_under_traffic_goes_on_with_its_successor() -> None:
+    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
+        former = expected = 0
+        for _ in range(2):
+            async with named_child("write", "steps", "1000000") as running:
+                if former:
+                    with pytest.raises(QueueRestarted) as caught:
+                        while True:
+                            assert await reader.dequeue(20) == (former, expected)
+                            expected += 1
+                    assert (caught.value.old_pid, caught.value.pid) == (former, running.pid)
+                    assert isinstance(caught.value.ended, PeerDied)
+                for expected in range(300):
+                    assert await reader.dequeue(20) == (running.pid, expected)
+                former = running.pid
+                expected += 1
+                running.signal(signal.SIGKILL)
+
+
 async def test_waiting_for_the_next_writer_may_be_cancelled_at_every_await() -> None:
     async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
         async with new_writer() as writer:

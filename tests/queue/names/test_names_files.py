@@ -20,7 +20,7 @@ from test_names import names as names  # the fixture
 from aioshm import HandleError, MessageQueue, NameTaken, OutOfDescriptors, QueueRestarted, SharedMemoryError
 from aioshm.queue.names import files
 
-pytestmark = pytest.mark.slow_on_uvloop
+pytestmark = pytest.mark.one_loop  # what is under test are files
 
 
 def file_of(names: Path) -> Path:
@@ -139,9 +139,6 @@ async def test_a_directory_that_is_not_this_users_alone(names: Path) -> None:
             make()
 
 
-SPOILED = pytest.mark.parametrize("what", ["mode", "owner", "symlink", "fifo", "directory"])
-
-
 def spoil(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Make a file one that is not private to this user; return the error's text."""
     if what == "mode":
@@ -161,7 +158,7 @@ def spoil(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return "is no regular file"
 
 
-@SPOILED
+@pytest.mark.parametrize("what", ["mode", "owner", "symlink", "fifo", "directory"])
 async def test_what_is_no_file_of_this_users_alone(names: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     await leave_a_name(names)
     expected = spoil(file_of(names), what, monkeypatch)
@@ -186,10 +183,7 @@ async def test_every_truncation_and_what_is_forged(names: Path) -> None:
 
 
 async def test_stale_file_that_is_locked_for_a_moment_is_waited_for(names: Path) -> None:
-    async with new_writer():
-        content = file_of(names).read_bytes()
-    file_of(names).touch(0o600)
-    file_of(names).write_bytes(content)
+    await leave_a_name(names)
     with file_of(names).open("r+") as other:  # a process that is closing, or checks whether the file is stale
         fcntl.flock(other, fcntl.LOCK_EX)
         asyncio.get_running_loop().run_in_executor(None, lambda: (time.sleep(0.02), fcntl.flock(other, fcntl.LOCK_UN)))
