@@ -33,9 +33,6 @@ def wait_for_a_later_job(pool: ThreadPoolExecutor) -> None:
     pool.submit(time.time).result()  # HERE
 
 
-HANGS = [hang_in_a_lock, hang_with_the_gil_held, hang_with_the_gil_released]
-
-
 def line_of(function: Callable[..., object]) -> str:
     """Return the marked line of a function, as reports name it."""
     lines = Path(__file__).read_text().splitlines()
@@ -65,8 +62,8 @@ class Hanging:
         """Block the loop outside of any call."""
         asyncio.get_running_loop().call_later(0.1, way)
 
-    async def hang_in_an_executor(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self.pool, wait_for_a_later_job, self.pool)
+    async def hang_in_an_executor(self, way: Callable[[ThreadPoolExecutor], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self.pool, way, self.pool)
 
     async def wait_forever(self) -> None:
         await asyncio.Event().wait()

@@ -313,30 +313,3 @@ async def test_call_of_one_queues_behind_waiting_calls_of_any_unless_the_worker_
     await asyncio.wait([*group.tasks])
     kinds = [message[0] for message in group.ranks[0].process.requests.messages]  # type: ignore[union-attr]
     assert kinds == [CALL] * 4 + [CANCEL] * 3
-
-
-async def test_call_that_was_not_sent_before_the_death_waits_for_the_replacement() -> None:
-    group = Group()
-    process: Any = group.ranks[0].process
-    group.ask("one", 0, 1)
-    await asyncio.sleep(0)
-    process.requests.full = True
-    group.ask("one", 0, 2)
-    group.ask("any", 0, 3)
-    group.ask("any", 0, 4)
-    group.ask("any", 0, 5)
-    await asyncio.sleep(0)
-    group.die(0)
-    group.arrive(0)
-    await asyncio.sleep(0)
-    [sent, *others] = group.tasks
-    assert isinstance(sent.exception(), WorkerDied)
-    assert [call[3][1][0] for call in group.begins(0)] == [2]
-    group.answer(0, "result")
-    assert [call[3][1][0] for call in group.begins(0)] == [2, 5]
-    for rank in RANKS:
-        group.answer(rank, "result")
-    await asyncio.sleep(0)
-    assert [task.result() for task in others] == [2, 3, 4, 5]
-    for task in group.reading:
-        task.cancel()

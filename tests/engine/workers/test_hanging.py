@@ -14,21 +14,18 @@ from typing import Any
 
 import hanging_targets as targets
 import pytest
-import uvloop
 from support import cancelled_after, until
 
 from aioshm import Options, QueueClosed, RoleError, WorkerDied
 from aioshm.engine import RankInfo, Restart, WorkerGroup
 
-pytestmark = pytest.mark.slow_on_uvloop
+pytestmark = pytest.mark.one_loop
 
 WARNING_S = 0.6
 
 
 def group_of(n_workers: int = 2, warning_s: float = WARNING_S, **options: Any) -> WorkerGroup:
-    """Create a group whose workers use the kind of loop of the test."""
-    factory = uvloop.new_event_loop if isinstance(asyncio.get_running_loop(), uvloop.Loop) else None
-    options = {"shutdown_timeout": 0.2, "loop_factory": factory, **options}
+    options = {"shutdown_timeout": 0.2, **options}
     return WorkerGroup(targets.Hanging, n_workers, options=Options(stall_warning_s=warning_s), **options)
 
 
@@ -51,59 +48,57 @@ async def changes_of(group: WorkerGroup) -> AsyncIterator[list[RankInfo]]:
             await collecting
 
 
-async def hang_in_a_call(group: WorkerGroup, way: Callable[[], None]) -> None:
-    await group.call(0, "hang", way)
-
-
-async def hang_in_a_coroutine(group: WorkerGroup, way: Callable[[], None]) -> None:
-    await group.call(0, "hang_awaited", way)
-
-
-async def hang_in_a_generator(group: WorkerGroup, way: Callable[[], None]) -> None:
-    async for _ in group.stream(0, "yield_and_hang", way):
-        pass
-
-
-async def hang_outside_of_calls(group: WorkerGroup, way: Callable[[], None]) -> None:
-    await group.call(0, "hang_later", way)
-    await asyncio.sleep(targets.LONG_S)
-
-
-async def hang_in_an_executor(group: WorkerGroup, _way: Callable[..., None]) -> None:
-    await group.call(0, "hang_in_an_executor")
-
-
-Place = Callable[[WorkerGroup, Callable[..., None]], Any]
-PLACES = [
-    (hang_in_a_call, targets.hang_in_a_lock),
-    (hang_in_a_coroutine, targets.hang_with_the_gil_held),
-    (hang_in_a_generator, targets.hang_with_the_gil_released),
-    (hang_outside_of_calls, targets.hang_in_a_lock),
-    (hang_in_an_executor, targets.wait_for_a_later_job),
+HANGS: list[tuple[str, Callable[..., None]]] = [
+    ("hang", targets.hang_in_a_lock),
+    ("hang_awaited", targets.hang_with_the_gil_held),
+    ("yield_and_hang", targets.hang_with_the_gil_released),
+    ("hang_later", targets.hang_in_a_lock),
+    ("hang_in_an_executor", targets.wait_for_a_later_job),
 ]
+HEALTHY = len(HANGS)
 
 
-@pytest.mark.parametrize(("place", "way"), PLACES)
-async def test_hung_worker_is_named_with_its_line_and_passed_over(
-    place: Place, way: Callable[..., None], caplog: pytest.LogCaptureFixture
+async def hang(group: WorkerGroup, rank: int, method: str, way: Callable[..., None]) -> None:
+    if method == "yield_and_hang":
+        async for _ in group.stream(rank, method, way):
+            pass
+    await group.call(rank, method, way)
+    await asyncio.sleep(targets.LONG_S)  # for the one that hangs outside of calls
+
+
+async def test_hung_workers_are_named_with_their_lines_passed_over_and_not_killed(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    line = targets.line_of(way)
-    async with group_of() as group, changes_of(group) as changes:
-        pid = group.pids[0]
-        hanging = asyncio.create_task(place(group, way))
-        await until(lambda: changes and line in changes[-1].where)
-        assert group.workers[0].state == "stalled"
-        assert group.workers[1].state == "running"
+    async with group_of(HEALTHY + 1) as group, changes_of(group) as changes:
+        pids = group.pids
+        assert [(info.rank, info.pid, info.state) for info in group.workers] == [
+            (rank, pid, "running") for rank, pid in enumerate(pids)
+        ]
+        hanging = [asyncio.create_task(hang(group, rank, *how)) for rank, how in enumerate(HANGS)]
+        await until(lambda: {change.rank for change in changes if change.where} == set(range(HEALTHY)))
+        for rank, (_, way) in enumerate(HANGS):
+            line = re.escape(targets.line_of(way))
+            found = [change for change in changes if change.rank == rank]
+            assert found[-1] == group.workers[rank]
+            assert {change.state for change in found} == {"stalled"}
+            assert re.search(line, group.workers[rank].where)
+            named = rf"Worker_{rank} \(pid {pids[rank]}\) is stalled: no progress for .*{line}"
+            assert re.search(named, caplog.text)
+            named = rf"Worker_{rank} \(pid {pids[rank]}, stalled, no progress .*{line}\)"
+            with pytest.raises(TimeoutError, match=named):
+                await group.call(rank, "which", timeout=0.05)
         assert group.stats().workers == group.workers
-        assert changes[0].state == "stalled"
-        assert changes[-1] == group.workers[0]
-        assert re.search(rf"Worker_0 \(pid {pid}\) is stalled: no progress for .*{re.escape(line)}", caplog.text)
-        with pytest.raises(TimeoutError, match=rf"Worker_0 \(pid {pid}, stalled, no progress .*{re.escape(line)}\)"):
-            await group.call(0, "which", timeout=0.05)
-        assert [await group.call_any("which") for _ in range(3)] == [1, 1, 1]
-        items = [item async for item in group.stream(None, "count", 2, 0)]
-        assert items == [0, 1]
-        hanging.cancel()
+        assert [await group.call_any("which") for _ in range(3)] == [HEALTHY] * 3
+        assert [item async for item in group.stream(None, "count", 2, 0)] == [0, 1]
+        await asyncio.sleep(WARNING_S)
+        assert [info.state for info in group.workers] == ["stalled"] * HEALTHY + ["running"]
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="was killed by SIGKILL"):
+            await hanging[0]
+        assert group.workers[0].state == changes[-1].state == "exited"
+        assert "was killed by SIGKILL" in group.workers[0].cause
+        for task in hanging:
+            task.cancel()
 
 
 async def test_coroutine_that_hangs_is_noticed_beside_a_stream_that_runs() -> None:
@@ -156,38 +151,37 @@ async def test_without_a_worker_that_makes_progress_calls_wait() -> None:
         os.kill(group.pids[0], signal.SIGCONT)
 
 
-async def test_steps_just_below_the_limit_are_no_stall(caplog: pytest.LogCaptureFixture) -> None:
+async def test_short_and_expected_steps_are_no_stall(caplog: pytest.LogCaptureFixture) -> None:
     limit_s = 1.2
     short_s = 0.4 * limit_s  # leaves room for a machine with other work
-    async with group_of(2, limit_s) as group, changes_of(group) as changes:
-        for method in ("sleep", "sleep_awaited"):
-            await group.broadcast(method, short_s)
-        for method in ("count", "count_awaited"):
-            assert [item async for item in group.stream(0, method, 3, short_s)] == [0, 1, 2]
-        slow = group.stream(1, "count", 20, 0, prefetch=1)
-        for number in range(3):  # the generator waits for its consumer
-            assert await anext(slow) == number
-            await asyncio.sleep(1.5 * short_s)
-        await slow.aclose()
+
+    async def steps_of(rank: int, method: str, pause_s: float = 0.0) -> None:
+        stream = group.stream(rank, method, 3, short_s if pause_s == 0 else 0, prefetch=1)
+        for number in range(3):
+            assert await anext(stream) == number
+            await asyncio.sleep(pause_s)
+        await stream.aclose()
+
+    async with group_of(7, limit_s, restart=Restart(hang_s=limit_s)) as group, changes_of(group) as changes:
+        await asyncio.gather(
+            group.call(0, "sleep", short_s),
+            group.call(1, "sleep_awaited", short_s),
+            group.call(2, "sleep_as_expected", 2 * limit_s),
+            group.call(3, "sleep_as_expected_awaited", 2 * limit_s),
+            steps_of(4, "count"),
+            steps_of(5, "count_awaited"),
+            steps_of(6, "count", 1.5 * short_s),  # the generator waits for its consumer
+        )
         assert changes == []
     assert "progress" not in caplog.text
-
-
-@pytest.mark.parametrize("method", ["sleep_as_expected", "sleep_as_expected_awaited"])
-async def test_expected_long_step_is_no_stall(method: str) -> None:
-    async with group_of(restart=Restart(hang_s=WARNING_S)) as group, changes_of(group) as changes:
-        assert await group.broadcast(method, 4 * WARNING_S) == [0, 1]
-        assert changes == []
 
 
 # Killed and replaced
 
 
-@pytest.mark.parametrize("standbys", [0, pytest.param(1, marks=pytest.mark.slow)])
-async def test_hung_worker_is_killed_and_replaced_and_the_error_names_the_line(standbys: int) -> None:
+async def test_hung_worker_is_killed_and_replaced_and_the_error_names_the_line() -> None:
     line = re.escape(targets.line_of(targets.hang_in_a_lock))
-    async with group_of(restart=Restart(hang_s=2 * WARNING_S), standbys=standbys) as group:
-        await until(lambda: group.standbys == standbys)
+    async with group_of(restart=Restart(hang_s=2 * WARNING_S)) as group:
         before = group.pids
         with pytest.raises(WorkerDied, match=rf"hung for \d+ s at .*{line}, and was killed") as caught:
             await group.call(0, "hang", targets.hang_in_a_lock)
@@ -198,7 +192,6 @@ async def test_hung_worker_is_killed_and_replaced_and_the_error_names_the_line(s
         assert (group.pids[0] != before[0], group.pids[1]) == (True, before[1])
         assert group.workers[0].restarts == 1
         assert "and was killed" in group.workers[0].cause
-        await until(lambda: group.standbys == standbys)
 
 
 async def test_replacement_that_is_stopped_is_killed_if_the_policy_says_so() -> None:
@@ -211,44 +204,28 @@ async def test_replacement_that_is_stopped_is_killed_if_the_policy_says_so() -> 
         assert await group.call(0, "which") == 0
 
 
-async def test_without_restart_a_hung_worker_is_not_killed_and_an_exit_is_listed() -> None:
-    async with group_of() as group, changes_of(group) as changes:
-        assert [(info.rank, info.pid, info.state) for info in group.workers] == [
-            (rank, pid, "running") for rank, pid in enumerate(group.pids)
-        ]
-        call = asyncio.create_task(group.call(0, "hang", targets.hang_with_the_gil_released))
-        await until(lambda: group.workers[0].where)
-        await asyncio.sleep(2 * WARNING_S)
-        assert group.workers[0].state == "stalled"
-        os.kill(group.pids[0], signal.SIGKILL)
-        with pytest.raises(WorkerDied, match="was killed by SIGKILL"):
-            await call
-        assert group.workers[0].state == changes[-1].state == "exited"
-        assert "was killed by SIGKILL" in group.workers[0].cause
-        assert group.workers[1].state == "running"
-
-
 # Restarted by hand
 
 
-@pytest.mark.parametrize("condition", ["healthy", "hung", "stopped"])
-async def test_restart_replaces_a_worker_in_any_condition(condition: str) -> None:
-    async with group_of(restart=Restart(max_restarts=0)) as group:  # a restart by hand is no death
+async def test_restart_replaces_workers_in_any_condition() -> None:
+    stopped, idle = 2, 3
+    async with group_of(4, restart=Restart(max_restarts=0)) as group:  # a restart by hand is no death
         before = group.pids
-        if condition == "stopped":
-            os.kill(before[0], signal.SIGSTOP)
-        call = asyncio.create_task(group.call(0, "hang", targets.hang_in_a_lock))
-        if condition != "healthy":
-            await until(lambda: group.workers[0].where)
-        await asyncio.gather(*(group.restart(0, timeout=60) for _ in range(3)))
-        with pytest.raises(WorkerDied, match=rf"Worker_0 \(pid {before[0]}\) was killed by WorkerGroup.restart"):
-            await call
-        assert (group.pids[0] != before[0], group.pids[1]) == (True, before[1])
-        assert [info.restarts for info in group.workers] == [1, 0]
-        assert group.workers[0].cause.endswith("was killed by WorkerGroup.restart")
+        calls = [asyncio.create_task(group.call(0, "sleep", targets.LONG_S))]
+        calls += [asyncio.create_task(group.call(rank, "hang", targets.hang_in_a_lock)) for rank in (1, stopped)]
+        os.kill(before[stopped], signal.SIGSTOP)
+        await until(lambda: all(group.workers[rank].where for rank in (1, stopped)))
+        await asyncio.gather(*(group.restart(rank, timeout=60) for rank in range(3) for _ in range(3)))
+        for rank, outcome in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
+            assert isinstance(outcome, WorkerDied)
+            assert f"Worker_{rank} (pid {before[rank]}) was killed by WorkerGroup.restart" in str(outcome)
+            assert group.pids[rank] != before[rank]
+            assert group.workers[rank].cause.endswith("was killed by WorkerGroup.restart")
+        assert group.pids[idle] == before[idle]
+        assert [info.restarts for info in group.workers] == [1, 1, 1, 0]
         await group.restart(0)
         assert group.workers[0].restarts == 2
-        assert await group.broadcast("which") == [0, 1]
+        assert await group.broadcast("which") == [0, 1, 2, 3]
 
 
 async def test_restart_needs_a_policy_a_worker_and_an_open_group() -> None:
@@ -295,7 +272,7 @@ async def test_restart_that_takes_too_long_says_how_far_it_is_and_continues(tmp_
         assert group.workers[0].restarts == 2
 
 
-@pytest.mark.parametrize("turns", [0, 3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("turns", [0, 3])
 async def test_cancelled_restart_ends_the_worker_all_the_same(turns: int) -> None:
     async with group_of(1, restart=Restart()) as group:
         before = group.pids[0]

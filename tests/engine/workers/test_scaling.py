@@ -16,9 +16,9 @@ from test_calls import calls_of
 
 from aioshm import Options, QueueClosed, RoleError
 from aioshm.engine import Restart, WorkerGroup
-from aioshm.engine.workers.processes import Rank, WorkerProcess
+from aioshm.engine.workers.processes import Rank
 
-pytestmark = pytest.mark.slow_on_uvloop
+pytestmark = pytest.mark.one_loop
 
 MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
 
@@ -108,27 +108,6 @@ async def test_scaling_survives_deaths_of_staying_and_leaving_workers(tmp_path: 
         os.kill(group.pids[0], signal.SIGKILL)  # while others are started
         await scaling
         assert await group.collective_rpc("add", timeout=60) == [0, 1, 2, 3]
-
-
-async def test_death_of_another_worker_while_workers_leave_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with group_of(3) as group:
-        session = group._session
-        pids = group.pids
-        stop_worker = session.processes.stop_worker
-
-        async def die_first(process: WorkerProcess) -> None:
-            if process.pid == pids[1]:
-                os.kill(pids[0], signal.SIGKILL)
-            await until(lambda: not session.ranks[0].present)
-            await stop_worker(process)
-
-        monkeypatch.setattr(session.processes, "stop_worker", die_first)
-        await group.scale(1)
-        assert (group.n_workers, len(group.workers), len(group.pids)) == (1, 1, 1)
-        assert all(gone(pid) for pid in pids[1:])
-        assert await group.collective_rpc("add", (5,), timeout=60) == [5]
-        assert group.pids[0] != pids[0]
-        assert group.workers[0].restarts == 1
 
 
 async def test_death_of_a_leaving_worker_fails_no_call_of_another_worker(tmp_path: Path) -> None:

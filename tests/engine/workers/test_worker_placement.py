@@ -14,7 +14,7 @@ from support import until
 from aioshm import Placement, WorkerDied
 from aioshm.engine import Restart, WorkerGroup
 
-pytestmark = pytest.mark.slow_on_uvloop
+pytestmark = pytest.mark.one_loop
 
 MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
 
@@ -66,11 +66,6 @@ async def test_standby_has_a_placement_that_is_the_same_for_all_ranks() -> None:
         assert env["PLACED"] == "everywhere"
 
 
-def test_standbys_exclude_a_placement_by_rank() -> None:
-    with pytest.raises(ValueError, match=r"standbys must be 0 with a placement that depends on the rank, not 1"):
-        WorkerGroup(PlacedWorker, 1, restart=MANY, standbys=1, placement=Placement(env=lambda rank: {}))
-
-
 async def test_wrong_placement_is_an_error_before_a_process_starts() -> None:
     envs = [{}, {}, {"PLACED": 1}]
     placement = Placement(env=lambda rank: envs[rank])  # type: ignore[arg-type, return-value]
@@ -80,6 +75,8 @@ async def test_wrong_placement_is_an_error_before_a_process_starts() -> None:
         TypeError, match=r"placement.env of rank 2 must map names to strings or None, not 'PLACED' to 1"
     ):
         WorkerGroup(PlacedWorker, 3, placement=placement)
+    with pytest.raises(ValueError, match=r"standbys must be 0 with a placement that depends on the rank, not 1"):
+        WorkerGroup(PlacedWorker, 1, restart=MANY, standbys=1, placement=placement)
     async with (
         asyncio.timeout(60),
         WorkerGroup(PlacedWorker, 2, restart=MANY, max_workers=3, placement=placement) as group,

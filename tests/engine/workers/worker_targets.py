@@ -143,26 +143,15 @@ async def loop_of(worker: Worker) -> str:
     return type(asyncio.get_running_loop()).__module__
 
 
-def sigterm_at_line(worker: Worker, number: int, sent: str, *, scheduling: bool = False) -> None:
-    """Send SIGTERM to this process at a line after this call.
-
-    Args:
-        worker: The worker.
-        number: The lines until then.
-        sent: The file that notes the line.
-        scheduling: Whether only those lines count with which asyncio schedules the next step of a task.
-    """
+def sigterm_while_scheduling(worker: Worker, sent: str) -> None:
+    """Send SIGTERM to this process when asyncio schedules the next step of a task; create a file then."""
 
     def trace(frame: FrameType, event: str, _arg: object) -> object:
-        nonlocal number
         caller = frame.f_back
-        counts = not scheduling or (frame.f_code.co_name == "call_soon" and caller and caller.f_code.co_name == "_run")
-        if event == "line" and counts:
-            number -= 1
-            if not number:
-                sys.settrace(None)
-                Path(sent).write_text(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-                signal.raise_signal(signal.SIGTERM)
+        if event == "line" and frame.f_code.co_name == "call_soon" and caller and caller.f_code.co_name == "_run":
+            sys.settrace(None)
+            Path(sent).touch()
+            signal.raise_signal(signal.SIGTERM)
         return tracing
 
     # The signal handler skips running functions of the user's modules: the tracing function must not count.
