@@ -14,7 +14,6 @@ from served_engine import ask, collected, stop
 from supervised import serve
 
 from aioshm.engine import (
-    ClientOptions,
     CoreEngineLaunch,
     CoreEngineProcManager,
     DPCoordinator,
@@ -91,28 +90,18 @@ class TestServing:
                 for rank in range(2):
                     assert len(await collected(launch.client.submit(ask(str(rank)), engine=rank))) == 3
 
-    @pytest.mark.parametrize("secure", [True, False])
-    async def test_strangers_stay_outside(self, secure: bool) -> None:
-        """Over TCP everything is encrypted unless that is switched off; here somebody says that an engine has died."""
+    async def test_strangers_stay_outside(self) -> None:
+        """Over TCP everything is encrypted; here somebody says that an engine has died."""
         addresses = EngineZmqAddresses([ANY], [ANY])
         async with launch_core_engines(
-            serve,
-            kwargs={"secure": secure},
-            layout=EngineLayout(addresses=addresses, handshake_address=ANY),
-            client=ClientOptions(secure=secure),
+            serve, layout=EngineLayout(addresses=addresses, handshake_address=ANY)
         ) as launch:
-            stream = launch.client.submit(ask("a", None))
-            await anext(stream)
             with zmq.Context() as context:
                 stranger = context.socket(zmq.PUSH)
                 stranger.connect(addresses.outputs[0])
                 stranger.send(b"ENGINE_CORE_DEAD")
-                if secure:
-                    for number in range(20):
-                        assert len(await collected(launch.client.submit(ask(str(number))))) == 3
-                else:
-                    with pytest.raises(EngineDead, match="has said that it ends"):
-                        await anext(stream)
+                for number in range(20):
+                    assert len(await collected(launch.client.submit(ask(str(number))))) == 3
                 stranger.close(linger=0)
 
 
@@ -133,20 +122,16 @@ class TestFailures:
         with pytest.raises(OSError, match=r"cannot bind tcp://256\.0\.0\.1:1"):
             await enter(serve, 2, layout=EngineLayout(addresses=addresses))
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("victim", ["engine", "coordinator"])
-    async def test_a_death_while_they_serve(self, victim: str) -> None:
+    async def test_death_of_the_coordinator_is_named(self) -> None:
         async with launch_core_engines(serve, 2) as launch:
             stream = launch.client.submit(ask("a", None), engine=0)
             await anext(stream)
-            stop(pids_of(launch)[1 if victim == "engine" else 2])
-            name = "engine 1" if victim == "engine" else "DPCoordinator"
-            with pytest.raises(EngineDead, match=rf"{name} \(pid \d+\) was killed by SIGKILL"):
-                async for _ in stream:
-                    pass
+            stop(pids_of(launch)[2])
+            with pytest.raises(EngineDead, match=r"DPCoordinator \(pid \d+\) was killed by SIGKILL"):
+                await anext(stream)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.2, 0.5, 1.0])
+    @pytest.mark.parametrize("after_s", [0.05, 0.5])
     async def test_cancelled_at_any_moment(self, after_s: float) -> None:
         task = asyncio.create_task(enter(serve, 2, kwargs={"stuck": __file__}))
         await asyncio.sleep(after_s)
