@@ -28,7 +28,7 @@ from aioshm.engine import (
 )
 from aioshm.events import EventPublisherFactory
 
-pytestmark = pytest.mark.usefixtures("runtime_dir")
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.one_loop]
 
 Callback = Callable[..., Any]
 

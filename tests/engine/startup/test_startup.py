@@ -24,6 +24,8 @@ from aioshm.engine import (
 )
 from aioshm.errors import EngineStartupError, RoleError
 
+pytestmark = pytest.mark.one_loop
+
 ANY = "tcp://127.0.0.1:0"
 
 
@@ -71,7 +73,6 @@ class TestSuccess:
         [
             ({"num_gpu_blocks": 5}, None, 10),
             ({"num_gpu_blocks": 5}, 3, 13),
-            ({}, 3, 3),
             ({"num_gpu_blocks": 0}, None, 0),
             ({"num_gpu_blocks": None}, 3, 3),
         ],
@@ -169,7 +170,6 @@ class TestWaiting:
             with pytest.raises(EngineStartupError, match=r"no progress for 0\.05 s"):
                 await startup.wait()
 
-    @pytest.mark.slow_on_uvloop
     async def test_progress_gives_more_time(self, path: str) -> None:
         async def later(rank: int) -> None:
             await asyncio.sleep(0.3 * rank)

@@ -22,6 +22,8 @@ from aioshm.engine.startup import coordinator as startup_module
 from aioshm.errors import EngineStartupError, HandshakeError
 from aioshm.process.proc import process_state
 
+pytestmark = pytest.mark.one_loop
+
 READY = CoreEngineState.READY
 WITHIN_S = 2.0
 PHASES = ["before HELLO", "connected", "ready"]
@@ -186,7 +188,7 @@ class TestProcesses:
             with pytest.raises(asyncio.CancelledError):
                 await waiting
 
-    async def test_wait_that_is_cancelled_during_the_stop_may_be_repeated(self, path: str) -> None:
+    async def test_wait_that_is_cancelled_or_times_out_during_the_stop_may_be_repeated(self, path: str) -> None:
         async with managed(path, LOADING) as manager:
             stopping, go_on = hold_stop(manager)
             async with starting(path, 1, manager, progress_timeout=0.05) as startup:
@@ -195,41 +197,12 @@ class TestProcesses:
                 waiting.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await waiting
-                go_on.set()
-                with pytest.raises(EngineStartupError, match="no progress"):
-                    await startup.wait(20)
-
-    async def test_failure_is_raised_although_the_time_is_up_before_all_have_stopped(self, path: str) -> None:
-        async with managed(path, ("before HELLO", "exit 3")) as manager:
-            stopping, go_on = hold_stop(manager)
-            async with starting(path, 1, manager) as startup:
-                waiting = asyncio.create_task(startup.wait(1000))
-                await stopping.wait()
                 late = asyncio.create_task(startup.wait(0.01))
                 await asyncio.wait([late], timeout=0.05)
                 go_on.set()
-                for each in (waiting, late):
-                    with pytest.raises(EngineStartupError, match="exited with code 3"):
-                        await each
-
-    async def test_leaving_that_is_cancelled_logs_no_lost_error(
-        self, path: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        async with managed(path, LOADING) as manager:
-            stopping, go_on = hold_stop(manager)
-            startup = starting(path, 1, manager)
-            startup.open()
-            leaving = asyncio.create_task(startup.aclose())
-            await stopping.wait()
-            leaving.cancel()
-            await asyncio.sleep(0)
-            go_on.set()
-            with pytest.raises(asyncio.CancelledError):
-                await leaving
-            del startup, leaving
-            await asyncio.sleep(0.01)
-            gc.collect()
-        assert "never retrieved" not in caplog.text
+                for again in (late, startup.wait(20)):
+                    with pytest.raises(EngineStartupError, match="no progress"):
+                        await again
 
     async def test_cancelled_at_every_moment(self, path: str) -> None:
         """However far it has got, nothing is left, and the manager is closed unless all were ready."""
@@ -271,15 +244,12 @@ async def failure(manager: FakeManager, path: str) -> tuple[EngineStartupError, 
     return caught.value, expected
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(
     ("phase", "fault", "code", "text"),
     [
         ("before HELLO", "exit 3", 3, "exited with code 3"),
-        ("connected", "exit 0", 0, "exited with code 0"),
         ("connected", "SIGKILL", -9, "was killed by SIGKILL"),
         ("ready", "exit 3", 3, "exited with code 3"),
-        ("ready", "SIGKILL", -9, "was killed by SIGKILL"),
     ],
 )
 async def test_a_process_that_ends(path: str, phase: str, fault: str, code: int, text: str) -> None:
@@ -296,13 +266,11 @@ async def test_a_process_that_ends(path: str, phase: str, fault: str, code: int,
         assert started[0].state is not READY
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(
     ("phase", "fault", "rank", "text"),
     [
         ("connected", "garbage", 1, "engine 1 in state CONNECTED: undecodable payload.*expected READY"),
         ("before HELLO", "wrong rank", 8, r"engine 8 \(identity 0800\).*expected one of engines 0, 1"),
-        ("before HELLO", "duplicate rank", 0, "engine 0 in state (CONNECTED|READY): HELLO came again, expected"),
     ],
 )
 async def test_a_message_that_is_refused(path: str, phase: str, fault: str, rank: int, text: str) -> None:
@@ -320,7 +288,6 @@ async def test_a_message_that_is_refused(path: str, phase: str, fault: str, rank
             assert arrived - float(culprit.said()[0]) < WITHIN_S
 
 
-@pytest.mark.slow_on_uvloop
 async def test_a_process_that_hangs(path: str) -> None:
     async with managed(path, GOOD, ("connected", "SIGSTOP")) as manager:
         pid = manager.processes[1].pid
@@ -339,7 +306,6 @@ async def test_a_process_that_hangs(path: str) -> None:
         assert None not in [process.exitcode for process in manager.processes]
 
 
-@pytest.mark.slow_on_uvloop
 async def test_simultaneous_exits_are_all_named(path: str) -> None:
     async with managed(path, LOADING, LOADING, LOADING) as manager:
         heard = asyncio.Event()

@@ -26,7 +26,7 @@ pytestmark = [
 
 GONE_S = 2.0  # at most, on a machine that has nothing else to do
 PATIENCE_S = 60.0
-MOMENTS = int(os.environ.get("AIOSHM_TEST_MOMENTS", "8"))
+MOMENTS = int(os.environ.get("AIOSHM_TEST_MOMENTS", "4"))
 PROCESSES = 3  # at least, in each tree: a supervisor, its resource tracker, and one that it has started
 
 
@@ -80,8 +80,7 @@ def test_at_every_moment(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120 + 15 * MOMENTS)
-@pytest.mark.parametrize("backing", ["memfd", "named"])
-@pytest.mark.parametrize("signals", ["two interrupts", "one SIGTERM"])
+@pytest.mark.parametrize(("signals", "backing"), [("two interrupts", "memfd"), ("one SIGTERM", "named")])
 def test_signals_at_any_moment_leave_nothing(signals: str, backing: str) -> None:
     """``AIOSHM_TEST_MOMENTS`` is the number of moments."""
     rng = random.Random(backing)
