@@ -19,7 +19,7 @@ import zmq
 def main(address: str, index: int, phase: str, fault: str) -> None:
     context: Any = zmq.Context()
     socket = context.socket(zmq.DEALER)
-    rank = {"wrong rank": index + 7, "duplicate rank": 0}.get(fault, index)
+    rank = index + 7 if fault == "wrong rank" else index
     socket.setsockopt(zmq.ROUTING_ID, rank.to_bytes(2, "little"))
     socket.setsockopt(zmq.RECONNECT_IVL, 10)
     socket.connect(address)
@@ -37,7 +37,7 @@ def main(address: str, index: int, phase: str, fault: str) -> None:
         elif fault == "garbage":
             socket.send(b"\xc1 garbage")
         else:
-            assert fault in ("wrong rank", "duplicate rank", "nothing")
+            assert fault in ("wrong rank", "nothing")
 
     def send(status: str, **fields: object) -> None:
         socket.send(msgspec.msgpack.encode({"status": status, "local": True, "headless": False, **fields}))
