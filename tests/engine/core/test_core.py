@@ -11,7 +11,6 @@ from contextlib import closing, suppress
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import zmq
 from peers import BareFrontEnd
@@ -192,37 +191,6 @@ async def _greet(path: str, addresses: EngineZmqAddresses) -> None:
         await front.hears()
         front.says(encode({"addresses": addresses, "parallel_config": {}}))
         front.router.close(linger=1000)
-
-
-class TestTurns:
-    async def test_engine_with_has_work_steps_without_requests(self) -> None:
-        class Busy(Engine):
-            left = 5
-
-            def has_work(self) -> bool:
-                return self.left > 0
-
-            async def step(self) -> None:
-                self.left -= 1
-
-        engine = Busy()
-        async with served(engine):
-            await until(lambda: engine.left == 0)
-
-    async def test_arrays_of_outputs_may_change_after_the_step(self) -> None:
-        class Reusing(Engine):
-            def __init__(self) -> None:
-                super().__init__()
-                self.buffer = np.zeros(10_000, np.int64)
-
-            def step(self) -> Any:
-                outputs = self._step()
-                self.buffer += 1
-                return [{**output, "buffer": self.buffer} for output in outputs]
-
-        async with served(Reusing()) as serving:
-            for number, output in enumerate(await collected(serving.client.submit(ask("a", 20)))):
-                assert set(output["buffer"].tolist()) == {number + 1}
 
 
 class TestNeeds:

@@ -15,7 +15,7 @@ from served_engine import ask, collected, served_by_processes, stop, until
 from aioshm.engine import CoreEngine, EngineStartupCoordinator, EngineZmqAddresses
 from aioshm.errors import EngineDead
 
-pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.one_loop]
 
 WITHIN_S = 2.0
 
@@ -51,15 +51,7 @@ async def test_hundreds_of_requests_at_once_are_spread_and_complete() -> None:
         assert max(counts) - min(counts) <= 40, f"{counts}, {sent}"
 
 
-@pytest.mark.parametrize(
-    ("number", "watched"),
-    [
-        (signal.SIGKILL, True),
-        (signal.SIGTERM, False),
-        pytest.param(signal.SIGKILL, False, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("number", "watched"), [(signal.SIGKILL, True), (signal.SIGTERM, False)])
 async def test_an_engine_that_dies_is_named_to_all_that_wait(number: signal.Signals, watched: bool) -> None:
     async with served_by_processes(2, n_clients=2, watched=watched) as serving:
         waiting = []
@@ -82,7 +74,7 @@ async def test_an_engine_that_dies_is_named_to_all_that_wait(number: signal.Sign
             assert isinstance(error, EngineDead), error
             assert (error.engine, error.pid) == (1, victim.pid)
             assert str(victim.pid) in str(error)
-            if watched and number == signal.SIGKILL:
+            if watched:
                 assert f"engine 1 (pid {victim.pid}) was killed by SIGKILL" in str(error)
         for client in serving.clients:
             assert client.in_flight == 0
@@ -132,7 +124,6 @@ run(run_engine_core(Engine(), sys.argv[1], 0))
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-@pytest.mark.one_loop
 async def test_engine_that_gets_sigterm_while_it_initialises_is_shut_down(loop: str, path: str, tmp_path: Path) -> None:
     async with EngineStartupCoordinator(path, [CoreEngine(0)], EngineZmqAddresses([], [])):
         command = sys.executable, "-c", WARMS_UP, path, str(tmp_path), loop

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from served_engine import Engine, Serving, ask, collected, served, until
 
 from aioshm.engine.core.sockets import FrontEnd
 from aioshm.engine.protocol.messages import PAUSE
-from aioshm.engine.protocol.payloads import PayloadEncoder
 from aioshm.errors import RequestAborted
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
@@ -63,19 +61,6 @@ class TestHeld:
             assert len(await collected(one.submit(ask("e")))) == 3
             assert engine.seen == ["a", "c", "e"]
 
-    async def test_aborted_request_in_parts_with_arrays_is_dropped(self) -> None:
-        engine = Engine()
-        async with served(engine, n_clients=2) as serving:
-            await serving.client.pause()
-            for number in range(2):
-                frames = PayloadEncoder(1 << 20).encode({**ask("a"), "x": np.full(4, number)})
-                serving.clients[1]._link.sockets.send(b"\0\0", b"\x00", frames)
-            send(serving, b"\x01", ["a"])
-            await handled(serving)
-            await serving.client.resume()
-            assert len(await collected(serving.client.submit(ask("b")))) == 3
-            assert engine.seen == ["b"]
-
     async def test_request_of_a_client_that_is_gone_is_dropped(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = Engine()
         gone: list[int] = []
@@ -94,19 +79,14 @@ class TestHeld:
             assert len(await collected(one.submit(ask("c")))) == 3
             assert engine.seen == ["b", "c"]
 
-    @pytest.mark.parametrize("mode", ["finish", "keep"])
-    async def test_part_of_an_open_request_is_not_held(self, mode: Any) -> None:
+    async def test_part_of_an_open_request_is_not_held(self) -> None:
         engine = Parts()
         async with served(engine, n_clients=2) as serving:
             one = serving.client
             await collected(one.submit(ask("first")))
             send(serving, b"\x00", ask("a", None))
             await until(lambda: "a" in engine.seen)
-            if mode == "finish":
-                with pytest.raises(TimeoutError):
-                    await one.pause(mode, timeout=0.01)
-            else:
-                await one.pause(mode)
+            await one.pause("keep")
             send(serving, b"\x00", ask("a", 2))
             await handled(serving)
             assert engine.seen == ["first", "a"]
@@ -141,12 +121,12 @@ class TestOrders:
             await serving.client.resume()
             assert len(await collected(stream)) == 3
 
-    @pytest.mark.parametrize("args", [[], [1, 0, "sleep"], ["1", 0, ""], [-1, 0, ""]])
-    async def test_invalid_order_is_ignored(self, args: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    async def test_invalid_order_is_ignored(self, caplog: pytest.LogCaptureFixture) -> None:
         async with served(Engine()) as serving:
-            send(serving, b"\x03", [0, 5, PAUSE, args], client=0)
+            for args in ([], [1, 0, "sleep"], ["1", 0, ""], [-1, 0, ""]):
+                send(serving, b"\x03", [0, 5, PAUSE, args], client=0)
             assert len(await collected(serving.client.submit(ask("a")))) == 3
-            assert ("no PauseOrder" in caplog.text) == bool(args)
+            assert "no PauseOrder" in caplog.text
 
     async def test_requests_of_a_front_end_of_vllm_end_with_an_error_output(self) -> None:
         engine = Engine()

@@ -68,9 +68,8 @@ async def beside_unread(engine: Engine, **options: Any) -> AsyncIterator[tuple[S
                 yield serving, unread
 
 
-@pytest.mark.parametrize("scarce", [False, True])
 async def test_front_end_that_reads_nothing_is_dropped_by_name_and_can_come_back(
-    scarce: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures: list[Exception] = []
     opened = CoreSockets.open
@@ -85,7 +84,7 @@ async def test_front_end_that_reads_nothing_is_dropped_by_name_and_can_come_back
     engine = Streaming(0.001)  # without a pause an engine outruns its readers, where processors are scarce
     async with beside_unread(engine, max_pending_bytes=1 << 20) as (serving, unread):
         await unread.hears()
-        failures += [OutOfDescriptors(errno.EMFILE, "no descriptor")] * (2 if scarce else 0)
+        failures += [OutOfDescriptors(errno.EMFILE, "no descriptor")] * 2
         stream = serving.client.submit(ask("little", None))
         await anext(stream)
         unread.submit(ask("stuck", None))
@@ -101,7 +100,7 @@ async def test_front_end_that_reads_nothing_is_dropped_by_name_and_can_come_back
         assert 1 << 20 < waiting < (1 << 20) + 3 * CHUNK
         await unread.hears()
         assert not failures
-        assert [("tries later" in each) for each in caplog.messages].count(True) == (2 if scarce else 0)
+        assert [("tries later" in each) for each in caplog.messages].count(True) == 2
         unread.submit(ask("little and late", None))
         async with asyncio.timeout(WITHIN_S):
             while not any(each["request_id"] == "little and late" for each in await outputs(unread)):
