@@ -6,7 +6,6 @@ import json
 import logging
 import platform
 import socket
-import threading
 import time
 from enum import Enum
 from pathlib import Path
@@ -105,19 +104,6 @@ def test_a_configuration_object() -> None:
 
 class Context(Enum):
     SERVER = "server"
-
-
-def test_many_at_once_do_not_mix(tmp_path: Path) -> None:
-    path = tmp_path / "usage.jsonl"
-    threads = [
-        threading.Thread(target=lambda: [report_usage_stats({"padding": "x" * 5000}, to=path) for _ in range(20)])
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 80
 
 
 def test_what_fails_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -200,6 +202,22 @@ async def test_calls_without_any_engine_name_the_deaths_until_engines_are_back()
                 assert len(await collected(client.submit(ask("y", 2)))) == 2
 
 
+async def test_late_output_of_a_dead_engine_reaches_no_request() -> None:
+    engines = Gated(), Gated()
+    async with served(*engines, on_engine_death="continue", resubmit="unstarted") as serving:
+        client = serving.client
+        stream = client.submit(ask("a", 2), engine=0)
+        await end(serving, 0)
+        assert stream.engine == 1
+        with zmq.Context() as context, context.socket(zmq.PUSH) as late:
+            late.connect(client.addresses.outputs[0])
+            output = {"request_id": "a", "token": 99, "finish_reason": "length"}
+            late.send(msgspec.msgpack.encode(EngineCoreOutputs(0, [output], finished_requests={"a"})))
+            await until(lambda: client.late_outputs == 1)
+        engines[1].gate.set()
+        assert [output["token"] for output in await collected(stream)] == [0, 1]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 async def test_late_report_of_a_replaced_engine_ends_no_engine(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "NAME_WITHIN_S", 0.01)
@@ -257,6 +275,35 @@ def test_invalid_options_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             ClientOptions(**options)
+
+
+class Elsewhere(SimpleNamespace):
+    """The process of an engine on another host."""
+
+    __hash__ = object.__hash__
+
+
+async def test_exit_on_another_host_that_is_known_late_is_no_second_death() -> None:
+    ends = [os.pipe() for _ in range(2)]
+    processes = [
+        Elsewhere(name=f"EngineCore_{rank}", pid=7, sentinel=sentinel, exitcode=None, host="10.0.0.6")
+        for rank, (sentinel, _) in enumerate(ends)
+    ]
+    manager: Any = SimpleNamespace(processes=processes)
+    async with served(Engine(), Engine(), on_engine_death="continue") as serving:
+        client = serving.client
+        client.watch(manager)
+        await end(serving, 0)
+        for _, alive in ends:
+            os.close(alive)
+        await until(lambda: 1 in client.deaths)
+        assert [str(client.deaths[rank]).partition(")")[2] for rank in range(2)] == [
+            " has said that it ends",
+            " exited; its exit code is not known",
+        ]
+        assert client.stats().deaths == 2
+    for sentinel, _ in ends:
+        os.close(sentinel)
 
 
 async def test_call_of_all_engines_fails_if_one_was_just_lost() -> None:

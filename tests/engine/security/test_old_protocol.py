@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from served_engine import Engine, ask, collected, here_and_there, served
+from served_engine import Engine, ask, collected, served
 
 from aioshm.engine import EngineZmqAddresses
 
@@ -17,13 +17,8 @@ LOOPBACK = "tcp://127.0.0.1:0"
 
 def connect(address: str, greeting: bytes, *messages: bytes) -> socket.socket:
     """Connect, and send messages of one frame."""
-    scheme, _, place = address.partition("://")
-    if scheme == "ipc":
-        peer = socket.socket(socket.AF_UNIX)
-        peer.connect(place)
-    else:
-        host, _, port = place.rpartition(":")
-        peer = socket.create_connection((host, int(port)))
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    peer = socket.create_connection((host, int(port)))
     peer.sendall(greeting)
     peer.settimeout(20)
     peer.recv(10)  # ZeroMQ has let the peer in
@@ -33,11 +28,10 @@ def connect(address: str, greeting: bytes, *messages: bytes) -> socket.socket:
 
 
 @pytest.mark.usefixtures("runtime_dir")
-@pytest.mark.parametrize("way", ["ipc", "tcp"])
-async def test_old_peers_are_ignored_and_block_no_engine(way: str) -> None:
+async def test_old_peers_are_ignored_and_block_no_engine() -> None:
     wrong: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
-    addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK]) if way == "tcp" else here_and_there()
+    addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
     zmtp_2 = b"\xff" + bytes(8) + b"\x7f\x01"
     async with served(Engine(), addresses=addresses, secure=False) as serving:
         with ExitStack() as stack:
