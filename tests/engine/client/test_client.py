@@ -30,6 +30,8 @@ from aioshm.errors import (
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
+LOOPBACK = "tcp://127.0.0.1:0"
+
 
 class TestStreams:
     @pytest.mark.parametrize("is_async", [False, True])
@@ -291,7 +293,8 @@ class TestRemoval:
             assert client.ranks == [0]
 
     async def test_no_engine_is_added_while_one_is_being_removed(self) -> None:
-        async with served(Engine(), Engine()) as serving:
+        addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
+        async with served(Engine(), Engine(), addresses=addresses, handshake=LOOPBACK) as serving:
             client = serving.client
             stream = client.submit(ask("a", None), engine=1)
             await anext(stream)
@@ -304,11 +307,14 @@ class TestRemoval:
             assert client.ranks == [0]
             client.add_engine(1)
             assert client.ranks == [0, 1]
+            serving.running[1].cancel()  # of the removed one, which says that it ends
+            await asyncio.sleep(0.3)
+            assert client.stats().deaths == 0
 
 
 class TestLife:
     async def test_ports_are_the_kernel_s_and_known_at_once(self) -> None:
-        addresses = EngineZmqAddresses(["tcp://127.0.0.1:0"], ["tcp://[::1]:0"])
+        addresses = EngineZmqAddresses([LOOPBACK], ["tcp://[::1]:0"])
         async with served(Engine(), addresses=addresses) as serving:
             assert serving.client.addresses is addresses
             assert not addresses.inputs[0].endswith(":0")
