@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack
 import pytest
 from pairs import attached
 
-from aioshm import Options, merge
+from aioshm import merge
 from aioshm.wait import cpus as cpus_module
-from aioshm.wait.policy import WaitMode
-from aioshm.wait.poller import policy_for
+
+pytestmark = pytest.mark.one_loop
 
 
 @pytest.fixture(params=[(2, True), (3, False)], ids=["more ends than CPUs", "as many"])
@@ -46,11 +46,3 @@ async def test_so_does_that_of_a_merge(crowded: bool, monkeypatch: pytest.Monkey
         assert await waiting_for_it == (1, "x")
         assert merged._shared.yields is crowded
         assert poller.policy.crowded is crowded
-
-
-def test_a_crowd_naps_in_a_stream(crowded: bool) -> None:
-    policy, at_ns = policy_for([1, 2], Options()), 1_000_000_000
-    for count in range(1, 30):
-        at_ns += 5_000
-        step = policy.begin(count, at_ns, at_ns)
-    assert (step.mode is WaitMode.NAP) is crowded

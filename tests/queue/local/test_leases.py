@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,7 +99,7 @@ async def test_small_messages_are_as_dequeue_returns_them(codec: str) -> None:
 
 async def test_the_slot_is_held_as_long_as_the_block_lasts() -> None:
     async with attached(1, chunks=2, chunk=1 << 20) as (writer, (reader,)):
-        for number in range(6):
+        for number in range(3):
             await writer.enqueue((number, np.full(LARGE, number, np.uint8)))
             async with reader.lease(5) as (found, _):
                 assert found == number
@@ -130,7 +127,6 @@ async def test_a_block_that_raises_releases() -> None:
             assert await reader.dequeue(5) == "next"
 
 
-@pytest.mark.slow_on_uvloop
 async def test_random_cancellations() -> None:
     rng = random.Random(3)
     async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
@@ -145,7 +141,7 @@ async def test_random_cancellations() -> None:
                 for _ in range(rng.randrange(3)):
                     await asyncio.sleep(0)
 
-        while cancelled < 1000:
+        while cancelled < 300:
             if sent - begun < 3 and rng.random() < 0.6:
                 try:
                     writer.enqueue_nowait((sent, large if sent % 9 == 0 else b"s" * (6000 if sent % 11 == 5 else 5)))
@@ -176,8 +172,6 @@ async def test_ways_out_of_waiting() -> None:
         with pytest.raises(QueueCancelled):
             async with reader.lease(cancel=cancel):
                 pytest.fail("nothing was there")
-        with pytest.raises(RoleError, match="reader"):
-            writer.lease()
         await writer.enqueue(1)
         async with reader.lease(0, cancel) as obj:
             assert obj == 1
@@ -196,26 +190,6 @@ async def test_damaged_messages() -> None:
         async with reader.lease(5) as obj:
             assert obj == "fine"
         assert reader.stats().backlog == 0
-
-
-async def test_nothing_leaks_over_many_leases() -> None:
-    async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
-
-        async def some(count: int) -> None:
-            for number in range(count):
-                await writer.enqueue(np.zeros(LARGE if number % 20 == 0 else 5000, np.uint8))
-                async with reader.lease(5) as array:
-                    assert array[-1] == 0
-
-        def resources() -> tuple[int, int]:
-            gc.collect()
-            return len(os.listdir("/proc/self/fd")), len(Path("/proc/self/maps").read_text().splitlines())
-
-        await some(50)
-        fds, maps = resources()
-        await some(500)
-        assert resources()[0] == fds
-        assert resources()[1] <= maps + 8
 
 
 async def test_other_tasks_wait_until_it_ends() -> None:
@@ -251,7 +225,7 @@ async def test_a_small_message_is_received_when_the_block_begins() -> None:
 async def test_streams_of_every_size_in_every_way() -> None:
     """Slots go back in order, whatever is still held of the ones before."""
     rng = random.Random(5)
-    total = 300
+    total = 150
     async with attached(2, chunks=4, chunk=1 << 20) as (writer, readers):
 
         async def send() -> None:

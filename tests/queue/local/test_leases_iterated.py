@@ -46,7 +46,7 @@ class OddError(Exception):
 @pytest.mark.parametrize("large", [False, True])
 async def test_a_loop_that_is_left_ends_its_lease(large: bool) -> None:
     async with attached(chunks=2, chunk=1 << 20) as (writer, [reader]):
-        for number in range(20):
+        for number in range(4):
             await writer.enqueue(np.full(LARGE if large else 10, number, np.uint8), 30)
             with pytest.raises(OddError) if number % 2 else nullcontext():
                 async for array in reader.leases():
@@ -102,7 +102,7 @@ async def test_two_may_not_await_the_same_one() -> None:
 async def test_cancelled_it_loses_nothing() -> None:
     async with attached(slots=8) as (writer, [reader]):
         its = reader.leases()
-        for number in range(60):
+        for number in range(20):
             waiting = asyncio.ensure_future(anext(its))
             for _ in range(number % 4):
                 await asyncio.sleep(0)
@@ -146,30 +146,12 @@ async def test_a_loop_that_another_thread_lets_go_of() -> None:
         assert await reader.dequeue() == 1
 
 
-async def test_a_task_that_was_given_up_amid_a_loop() -> None:
-    async with attached(slots=8) as (writer, [reader]):
-
-        async def receive() -> None:
-            async for _ in reader.leases():
-                await asyncio.sleep(3600)
-
-        for number in range(10):
-            await writer.enqueue(number)
-            receiving = asyncio.create_task(receive())
-            await until(lambda: reader.stats().backlog == 1)
-            for _ in range(3):
-                await asyncio.sleep(0)
-            receiving.cancel()
-            await asyncio.wait([receiving])
-            assert reader.stats().backlog == 0, number
-
-
 @pytest.mark.parametrize("remote", [False, True])
 def test_blocking_ones_hold_each_until_the_next_is_asked_for(remote: bool) -> None:
     with pair(remote=remote) as (writer, reader):
         sizes = [10, 5000, 70_000, LARGE, 1 << 20]
         its = reader.leases()
-        for turn in range(30):
+        for turn in range(10):
             writer.enqueue((turn, np.full(sizes[turn % 5], turn, np.uint8)))
             number, array = next(its)
             assert number == turn
@@ -189,7 +171,7 @@ def test_blocking_ones_hold_each_until_the_next_is_asked_for(remote: bool) -> No
 @pytest.mark.parametrize("remote", [False, True])
 def test_blocking_ones_that_are_left_end_their_lease(remote: bool) -> None:
     with pair(remote=remote) as (writer, reader):
-        for turn in range(20):
+        for turn in range(8):
             writer.enqueue(np.full(LARGE if turn % 4 > 1 else 10, turn, np.uint8))
             with pytest.raises(OddError) if turn % 2 else nullcontext():
                 for array in reader.leases():
@@ -213,32 +195,12 @@ def test_a_blocking_loop_keeps_its_queue() -> None:
     with blocking.MessageQueue(1, 1, slots=2) as writer:
         handle = writer.export_handle()
         thread = Thread(lambda: [*blocking.MessageQueue.create_from_handle(handle, 0).leases()])
-        for number in range(100):  # more than there are slots: the loop has to wait
+        for number in range(10):  # more than there are slots: the loop has to wait
             writer.enqueue(number, 20)
         with pytest.warns(ResourceWarning, match="local reader of queue .* was not closed"):
             writer.close()
-            assert thread.result() == [*range(100)]
+            assert thread.result() == [*range(10)]
             gc.collect()
-
-
-def test_threads_that_iterate_over_leases_at_once() -> None:
-    with pair() as (writer, reader):
-        found: list[int] = []
-
-        def receive() -> None:
-            for number in reader.leases():
-                found.append(number)
-                if number % 7 == 0:
-                    break
-            found.extend(reader.leases())
-
-        threads = [Thread(receive) for _ in range(3)]
-        for number in range(200):
-            writer.enqueue(number, 30)
-        writer.close()
-        for thread in threads:
-            thread.result()
-        assert sorted(found) == list(range(200))
 
 
 def test_a_blocking_end_that_is_closed_amid_a_loop() -> None:

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from pairs import attached
-from support import forked, until
+from support import until
 
 from aioshm import MessageQueue, QueueEmpty, ReaderEvicted, RoleError
 from aioshm.errors import SharedMemoryError
-from aioshm.queue.local.leases import Leases
 from aioshm.ring import window
 from aioshm.ring.window import Windows
+
+pytestmark = pytest.mark.one_loop
 
 LARGE = 600_000
 """More than `leases.VIEW_BYTES`."""
@@ -28,7 +29,6 @@ def _array(number: int, size: int) -> Any:
     return np.full(size, number % 251, np.uint8)
 
 
-@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("size", [5000, LARGE])
 async def test_what_is_kept_never_changes_while_the_writer_laps(size: int, chunks: int) -> None:
@@ -49,53 +49,12 @@ async def test_what_is_kept_never_changes_while_the_writer_laps(size: int, chunk
             assert set(bytes(view)) == {number % 251}
 
 
-async def test_forked_child_keeps_what_its_parent_leased() -> None:
-    async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
-        await writer.enqueue(_array(1, LARGE), 5)
-        async with reader.lease(5) as array:
-            is_same = forked(lambda kept: bool((kept == 1).all()), array)
-        del array
-        for number in range(2, 8):
-            await writer.enqueue_many([_array(number, LARGE)] * 3, 5)  # in all chunks
-            for _ in range(3):
-                assert (await reader.dequeue(5) == number).all()
-        assert is_same()
-
-
-class Respites:
-    """Short respites, whose ends are not looked at before the reader waits.
-
-    Attributes:
-        looks: How often they were since.
-    """
-
-    def __init__(self) -> None:
-        self.looks: int = 0
-        self._begun = False
-        self._look = Leases._respite_ends
-
-    def look(self, leases: Leases) -> None:
-        """Look at one, instead of the class."""
-        if self._begun:
-            self.looks += 1
-            self._look(leases)
-        else:
-            leases._timer = asyncio.get_running_loop().call_later(0.001, leases._respite_ends)
-
-    async def go_on(self, reader: MessageQueue) -> None:
-        """Wait until the reader waits, and the end of its respite has been looked at a few times."""
-        self._begun = False
-        await until(lambda: reader.end.state.waits, "the reader waits")
-        self._begun, before = True, self.looks
-        await until(lambda: self.looks >= before + 3, "the respite goes on")
-
-
-@pytest.fixture
-def respites(monkeypatch: pytest.MonkeyPatch) -> Respites:
-    found = Respites()
-    monkeypatch.setattr("aioshm.queue.local.leases.RESPITE_S", 0.001)
-    monkeypatch.setattr(Leases, "_respite_ends", lambda leases: found.look(leases))
-    return found
+async def _prolong_respite(reader: Any) -> None:
+    """Wait until the reader waits; then its respite is short, and prolonged again and again."""
+    await until(lambda: reader.end.state.waits, "the reader waits")
+    leases = reader.end.source._slots._leases
+    leases._respite_s = leases._retained_at = 0.000_001
+    leases._respite_ends()
 
 
 async def _lease(reader: MessageQueue) -> Any:
@@ -103,8 +62,9 @@ async def _lease(reader: MessageQueue) -> Any:
         return array[0]
 
 
+@pytest.mark.usefixtures("long_respite")
 @pytest.mark.parametrize("lent", [False, True])
-async def test_a_loop_that_waits_keeps_its_message_without_a_copy(lent: bool, respites: Respites) -> None:
+async def test_a_loop_that_waits_keeps_its_message_without_a_copy(lent: bool) -> None:
     async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
         for number in range(3):
             if lent:
@@ -115,7 +75,7 @@ async def test_a_loop_that_waits_keeps_its_message_without_a_copy(lent: bool, re
             async with reader.lease(5) as leased:
                 assert (leased == number).all()
             waiting = asyncio.ensure_future(_lease(reader))
-            await respites.go_on(reader)
+            await _prolong_respite(reader)
             assert (leased == number).all()
             del leased
             await writer.enqueue(_array(100, LARGE))
@@ -123,27 +83,29 @@ async def test_a_loop_that_waits_keeps_its_message_without_a_copy(lent: bool, re
             assert reader.stats().copied_bytes == 0
 
 
-async def test_a_loop_that_waits_gives_a_message_up_that_the_writer_waits_for(respites: Respites) -> None:
+@pytest.mark.usefixtures("long_respite")
+async def test_a_loop_that_waits_gives_a_message_up_that_the_writer_waits_for() -> None:
     async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
         await writer.enqueue(_array(1, LARGE))
         async with reader.lease(5) as leased:
             pass
         waiting = asyncio.ensure_future(_lease(reader))
-        await respites.go_on(reader)
+        await _prolong_respite(reader)
         await writer.enqueue_many([_array(2, LARGE)] * 3, 10)  # needs every chunk
         assert await waiting == 2
         assert (leased == 1).all()
         assert LARGE <= reader.stats().copied_bytes < 1.1 * LARGE
 
 
-async def test_a_reader_that_is_dismissed_keeps_what_it_had(respites: Respites) -> None:
+@pytest.mark.usefixtures("long_respite")
+async def test_a_reader_that_is_dismissed_keeps_what_it_had() -> None:
     async with attached(2, chunks=3, chunk=1 << 20) as (writer, (reader, other)):
         await writer.enqueue(_array(1, LARGE))
         await other.dequeue(5)
         async with reader.lease(5) as leased:
             pass
         waiting = asyncio.ensure_future(_lease(reader))
-        await respites.go_on(reader)
+        await _prolong_respite(reader)
         writer.dismiss(0)
         with pytest.raises(ReaderEvicted):
             await waiting

@@ -55,12 +55,10 @@ async def test_giving_up_waiting_loses_nothing(way: str) -> None:
         for timeout in (0, 0.01):
             with pytest.raises(TimeoutError, match="the body of message 1"):
                 await reader.dequeue(timeout)
-            with pytest.raises(TimeoutError):
-                async with reader.acquire_read(timeout):
-                    pytest.fail("there is nothing to read")
-            with pytest.raises(TimeoutError):
-                async with reader.lease(timeout):
-                    pytest.fail("there is nothing to read")
+            for block in (reader.acquire_read, reader.lease):
+                with pytest.raises(TimeoutError):
+                    async with block(timeout):
+                        pytest.fail("there is nothing to read")
             with pytest.raises(TimeoutError):
                 await reader.dequeue_many(2, timeout)
         with pytest.raises(QueueEmpty, match="the body of message 1"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loops import open_fds
 from overflowing import overflow_of
 from pairs import attached
 from support import forked
 
 from aioshm.queue.local import overflow
 
-pytestmark = pytest.mark.skipif(not overflow.CAN_VIEW, reason="arrays are copied out of segments here")
+pytestmark = [
+    pytest.mark.one_loop,
+    pytest.mark.skipif(not overflow.CAN_VIEW, reason="arrays are copied out of segments here"),
+]
 
 SIZE = 5 << 20
 
@@ -33,18 +36,6 @@ def is_in_segment(array: Any) -> bool:
         if begin <= address < end:
             return "aioshm-overflow" in line
     return False
-
-
-def descriptors() -> list[int]:
-    """Return the inode of each descriptor of an overflow segment that this process has."""
-    found = []
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            if "aioshm-overflow" in os.readlink(fd):
-                found.append(os.stat(fd).st_ino)
-        except FileNotFoundError:  # the one that lists the directory
-            continue
-    return found
 
 
 @pytest.mark.parametrize("codec", ["pickle", "msgpack"])
@@ -127,7 +118,7 @@ async def test_array_of_a_reader_that_has_left_never_changes(how: str) -> None:
         assert not is_in_segment(kept)
         assert len(overflow_of(writer).segments) <= 3, "the array was copied out, so its segment is used again"
     assert (kept == 7).all()
-    assert not descriptors()
+    assert not any("aioshm-overflow" in target for target in open_fds().values())
 
 
 async def test_forked_child_keeps_what_its_parent_drops() -> None:

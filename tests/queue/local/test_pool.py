@@ -16,6 +16,9 @@ from pairs import attached
 from remotes import ready_ends
 
 from aioshm import MessageQueue, Options, QueueFull, SharedMemoryError
+from aioshm.testing import pair
+
+pytestmark = pytest.mark.one_loop
 
 LARGE = b"L" * 3000
 FULL: dict[str, Any] = {"codec": "raw", "chunk": 4096, "chunks": 2, "slots": 64}
@@ -45,9 +48,8 @@ class TestBackpressure:
             writer.enqueue_nowait(LARGE)
             assert [await slow.dequeue(5) for _ in range(3)] == [LARGE, b"small ones need none", LARGE]
 
-    @pytest.mark.parametrize("chunk", [64, 4096])
-    async def test_bounds_what_lies_beside_the_ring_too(self, chunk: int) -> None:
-        async with attached(1, **{**FULL, "chunk": chunk}) as (writer, (reader,)):
+    async def test_bounds_what_lies_beside_the_ring_too(self) -> None:
+        async with attached(1, **FULL) as (writer, (reader,)):
             huge = bytes(9000)
             for _ in range(2):
                 writer.enqueue_nowait(huge)
@@ -67,7 +69,7 @@ class TestBackpressure:
                 with pytest.raises(QueueFull, match="no slot is free: rank 0"):
                     writer.enqueue_nowait(message)
 
-    @pytest.mark.parametrize("wait", ["park", "adaptive", "spin"])
+    @pytest.mark.parametrize("wait", ["park", "spin"])
     async def test_ends_when_the_chunk_comes_back(self, wait: str) -> None:
         async with attached(2, **FULL, wait=wait) as (writer, readers):
             await writer.enqueue_many([b"small"] * 9)
@@ -91,19 +93,16 @@ class TestBackpressure:
             assert await reader.dequeue(5) == LARGE
             await asyncio.wait_for(sending, 5)
 
-    async def test_a_batch_goes_in_parts_for_which_there_are_chunks(self) -> None:
+    async def test_a_batch_larger_than_the_pool_goes_in_parts_and_a_smaller_one_whole(self) -> None:
         async with attached(1, **FULL) as (writer, (reader,)):
             with pytest.raises(TimeoutError, match="no chunk became free: rank 0"):
                 await writer.enqueue_many([b"1", LARGE, b"2", LARGE, b"3", LARGE, b"4", LARGE], 0.02)
             assert writer.stats().messages == 5
             assert await reader.dequeue_many(9, 5) == [b"1", LARGE, b"2", LARGE, b"3"]
-
-    async def test_a_batch_is_sent_whole_or_not_at_all(self) -> None:
-        async with attached(1, **FULL) as (writer, (reader,)):
             await writer.enqueue(LARGE)
             with pytest.raises(TimeoutError, match="no chunk became free"):
                 await writer.enqueue_many([b"1", LARGE, LARGE], 0.02)
-            assert writer.stats().messages == 1
+            assert writer.stats().messages == 6
             assert await reader.dequeue(5) == LARGE
             await writer.enqueue_many([b"1", LARGE, LARGE])
             assert await reader.dequeue_many(9, 5) == [b"1", LARGE, LARGE]
@@ -132,15 +131,14 @@ class TestRaw:
                     else:
                         assert await reader.dequeue(5) == bytes([number]) * size
 
-    @pytest.mark.parametrize(
-        ("nbytes", "error"),
-        [(-1, ValueError), (4097, ValueError), (1.0, TypeError), ("1", TypeError), (True, TypeError)],
-    )
-    async def test_garbage(self, nbytes: Any, error: type[Exception]) -> None:
+    async def test_garbage(self) -> None:
+        garbage: list[Any] = [-1, 4097, 1.0, "1", True]
         async with attached(1) as (writer, _):
-            with pytest.raises(error, match=f"nbytes must be .* not {nbytes!r}"):
-                async with writer.acquire_write(nbytes=nbytes):
-                    pytest.fail("nothing of that size can be had")
+            for nbytes in garbage:
+                error = ValueError if type(nbytes) is int else TypeError
+                with pytest.raises(error, match=f"nbytes must be .* not {nbytes!r}"):
+                    async with writer.acquire_write(nbytes=nbytes):
+                        pytest.fail("nothing of that size can be had")
             async with writer.acquire_write(nbytes=4096):
                 pass
             assert writer.stats().messages == 1
@@ -159,29 +157,25 @@ def resident(name: str) -> list[int]:
 
 
 async def test_small_messages_take_little_memory() -> None:
-    async with MessageQueue(1, 1, codec="raw") as writer:
-        async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-            await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
-            for _ in range(200):
-                await writer.enqueue_many([b"small"] * 64)
-                while reader.stats().messages < writer.stats().messages:
-                    await reader.dequeue_many(64, 5)
-            assert writer.stats().messages > 2 * writer.stats().slots
-            [both_ends] = resident("/memfd:aioshm")
-            assert both_ends < 2 * (6 << 20)
+    async with pair(codec="raw") as (writer, reader):
+        for _ in range(200):
+            await writer.enqueue_many([b"small"] * 64)
+            while reader.stats().messages < writer.stats().messages:
+                await reader.dequeue_many(64, 5)
+        assert writer.stats().messages > 2 * writer.stats().slots
+        [both_ends] = resident("/memfd:aioshm")
+        assert both_ends < 2 * (6 << 20)
 
 
 async def test_the_default_ring_has_many_messages_of_every_size_on_the_way() -> None:
-    async with MessageQueue(1, 1, codec="raw") as writer:
-        async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-            await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
-            for size, amount in ((64, 1000), (4096, 200), (65536, 12), (1 << 20, 10)):
-                for _ in range(amount):
-                    writer.enqueue_nowait(bytes(size))
-                for _ in range(amount):
-                    assert len(await reader.dequeue(5)) == size
-            assert writer.stats().overflows == 0
-            assert (writer.stats().max_chunks, reader.stats().slots) == (10, writer.stats().slots)
+    async with pair(codec="raw") as (writer, reader):
+        for size, amount in ((64, 1000), (4096, 200), (65536, 12), (1 << 20, 10)):
+            for _ in range(amount):
+                writer.enqueue_nowait(bytes(size))
+            for _ in range(amount):
+                assert len(await reader.dequeue(5)) == size
+        assert writer.stats().overflows == 0
+        assert (writer.stats().max_chunks, reader.stats().slots) == (10, writer.stats().slots)
 
 
 ALLOCATES = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="macOS allocates whole segments")
@@ -250,10 +244,10 @@ async def test_chunks_with_memory_are_used_again(refuse: Callable[[int], None]) 
     async with attached(1, **NAMED_RING) as (writer, (reader,)):
         refuse(2 * CHUNK + 128)
         for number in range(10):
-            pair = [bytes([number]) * CHUNK, bytes([100 + number]) * CHUNK]
-            await writer.enqueue_many(pair)
-            assert [await reader.dequeue() for _ in pair] == pair
-        await writer.enqueue_many(pair)
+            two = [bytes([number]) * CHUNK, bytes([100 + number]) * CHUNK]
+            await writer.enqueue_many(two)
+            assert [await reader.dequeue() for _ in two] == two
+        await writer.enqueue_many(two)
         with pytest.raises(SharedMemoryError):
-            await writer.enqueue(pair[0])
-        assert [await reader.dequeue() for _ in pair] == pair
+            await writer.enqueue(two[0])
+        assert [await reader.dequeue() for _ in two] == two
