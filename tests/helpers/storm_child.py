@@ -1,4 +1,4 @@
-"""One end in a storm of signals whose handlers raise: ``python storm_child.py END HOW CODEC REMOTE SIGNALS``.
+"""One end in a storm of signals whose handlers raise: ``python storm_child.py END CODEC WHERE SIGNALS``.
 
 The main thread uses it, another thread the other end; numbered messages tell what was lost, doubled or swapped.
 """
@@ -89,12 +89,12 @@ def handle(number: int, _frame: object) -> None:
         raise KeyboardInterrupt if number == signal.SIGINT else Alarm
 
 
-def main(end: str, how: str, codec: str, remote: str, signals: str) -> None:
+def main(end: str, codec: str, where: str, signals: str) -> None:
     over, ready = threading.Event(), threading.Event()
     global wide
-    wide = remote == "wide"
-    options = Options(remote_window=8) if remote == "remote" else Options()
-    n_local = 0 if remote == "remote" else 1
+    wide = where == "wide"
+    options = Options(remote_window=8) if where == "remote" else Options()
+    n_local = 0 if where == "remote" else 1
     writer = MessageQueue(
         1,
         n_local,
@@ -149,7 +149,7 @@ def main(end: str, how: str, codec: str, remote: str, signals: str) -> None:
         target=lambda: (storm(int(signals), over, reader if end == "reader" else writer), over.set())
     )
     storming.start()
-    done = body(reader if end == "reader" else writer, how, codec, over)
+    done = body(reader if end == "reader" else writer, codec, over)
     storming.join()
     (reader if end == "reader" else writer).close()
     thread.join(20)
@@ -157,14 +157,14 @@ def main(end: str, how: str, codec: str, remote: str, signals: str) -> None:
     print(done, interrupts, flush=True)
 
 
-def reading(reader: MessageQueue, how: str, codec: str, over: threading.Event) -> int:
+def reading(reader: MessageQueue, codec: str, over: threading.Event) -> int:
     global armed, interrupts
     expected = 0
     choose = random.Random(5)
-    kinds = ("dequeue", "many", "nowait", "lease", "read", "broadcast", "next")
+    kinds = ("dequeue", "many", "nowait", "lease", "read", "broadcast", "next", "merge")
     merged = merge({0: reader})
     while True:
-        kind = choose.choice(kinds) if how == "mixed" else how
+        kind = choose.choice(kinds)
         obj = batch = None
         try:
             armed = True
@@ -211,13 +211,13 @@ def reading(reader: MessageQueue, how: str, codec: str, over: threading.Event) -
     return expected
 
 
-def writing(writer: MessageQueue, how: str, codec: str, over: threading.Event) -> int:
+def writing(writer: MessageQueue, codec: str, over: threading.Event) -> int:
     global armed, interrupts
     choose = random.Random(5)
     kinds = ("enqueue", "many", "nowait", "broadcast", *(("block",) if codec == "raw" else ()))
     while not over.is_set():
         number = writer.messages
-        kind = choose.choice(kinds) if how == "mixed" else how
+        kind = choose.choice(kinds)
         messages = [message(number + ahead, codec) for ahead in range(3)]
         try:
             armed = True

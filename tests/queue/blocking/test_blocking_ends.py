@@ -13,17 +13,7 @@ from typing import Any
 import pytest
 from faces import make_writer, pair, reading
 
-from aioshm import (
-    CodecError,
-    QueueCancelled,
-    QueueClosed,
-    QueueEmpty,
-    QueueFull,
-    RoleError,
-    blocking,
-)
-
-# Errors
+from aioshm import CodecError, QueueCancelled, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
 
 
 def test_ways_out_of_waiting() -> None:

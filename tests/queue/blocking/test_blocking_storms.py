@@ -1,6 +1,6 @@
 """Signals whose handlers raise, again and again, in busy streams: no message is lost, doubled or swapped.
 
-What is tried runs in ``storm_child.py``: one end on the main thread, where handlers run, the other in a thread.
+The script ``storm_child.py`` has one end on the main thread, where handlers run, the other in a thread.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import sys
 import pytest
 from support import HELPERS
 
-SCRIPT = HELPERS / "storm_child.py"
+SHORT = [("pickle", "local", True), ("raw", "local", False), ("msgpack", "remote", True)]
+LONG = [("raw", "local"), ("slow", "local"), ("pickle", "wide"), ("pickle", "remote")]
+ENDS = pytest.mark.parametrize("end", ["reader", "writer"])
 
-READS = ["dequeue", "next", "many", "nowait", "lease", "read", "broadcast", "mixed"]
-WRITES = ["enqueue", "many", "nowait", "broadcast", "block", "mixed"]
 
-
-def weather(end: str, how: str, codec: str, where: str, signals: int, native: bool = True) -> None:
+def weather(end: str, codec: str, where: str, signals: int, native: bool = True) -> None:
     """Run one end through a storm."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT), end, how, codec, where, str(signals)],
+        [sys.executable, "-W", "error", str(HELPERS / "storm_child.py"), end, codec, where, str(signals)],
         env={**os.environ, "AIOSHM_NATIVE": "1" if native else "0"},
         capture_output=True,
         text=True,
@@ -33,37 +32,14 @@ def weather(end: str, how: str, codec: str, where: str, signals: int, native: bo
     assert interrupts > signals // 4
 
 
-SHORT = [
-    ("mixed", "raw", "local", True),
-    ("mixed", "raw", "local", False),
-    ("mixed", "msgpack", "remote", True),
-]
-
-
-@pytest.mark.parametrize(("how", "codec", "where", "native"), SHORT)
-@pytest.mark.parametrize("end", ["reader", "writer"])
-def test_short_storm_loses_nothing(end: str, how: str, codec: str, where: str, native: bool) -> None:
-    weather(end, how, codec, where, 100, native)
-
-
-BUSY = [("reader", "dequeue"), ("reader", "lease"), ("reader", "merge"), ("writer", "enqueue")]
-
-
-@pytest.mark.parametrize(("end", "how"), BUSY)
-def test_interrupts_in_a_busy_stream_lose_nothing(end: str, how: str) -> None:
-    weather(end, how, "pickle", "local", 100)
-
-
-LONG = [
-    *(("reader", how, "pickle", "local", True) for how in READS),
-    *(("writer", how, "raw", "local", True) for how in WRITES),
-    *((end, "mixed", "pickle", "remote", True) for end in ("reader", "writer")),
-    *((end, "mixed", "slow", "local", True) for end in ("reader", "writer")),
-    *((end, how, "pickle", "wide", True) for end, how in BUSY),
-]
+@pytest.mark.parametrize(("codec", "where", "native"), SHORT)
+@ENDS
+def test_short_storm_loses_nothing(end: str, codec: str, where: str, native: bool) -> None:
+    weather(end, codec, where, 100, native)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("end", "how", "codec", "where", "native"), LONG)
-def test_long_storm_loses_nothing(end: str, how: str, codec: str, where: str, native: bool) -> None:
-    weather(end, how, codec, where, 400, native)
+@pytest.mark.parametrize(("codec", "where"), LONG)
+@ENDS
+def test_long_storm_loses_nothing(end: str, codec: str, where: str) -> None:
+    weather(end, codec, where, 400)

@@ -22,10 +22,8 @@ WAITS: dict[str, Callable[[Any], Any]] = {
     "dequeue": lambda reader: reader.dequeue(),
     "cancellable": lambda reader: reader.dequeue(cancel=threading.Event()),
     "many": lambda reader: reader.dequeue_many(3),
-    "next": lambda reader: list(reader) or reader.dequeue(),
     "lease": lambda reader: reader.lease().__enter__(),
     "read": lambda reader: reader.acquire_read().__enter__(),
-    "broadcast": lambda reader: reader.broadcast_object(),
 }
 
 
@@ -44,7 +42,7 @@ def until_it_waits(end: blocking.MessageQueue) -> None:
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_threads_that_send_at_once(remote: bool) -> None:
-    count = 300 if remote else 3000
+    count = 150 if remote else 500
 
     def send(name: int) -> None:
         for number in range(count):
@@ -76,18 +74,16 @@ def test_threads_that_send_at_once(remote: bool) -> None:
 def test_threads_that_receive_at_once() -> None:
     with pair() as (writer, reader):
         threads = [Thread(lambda: list(reader)) for _ in range(3)]
-        for number in range(2000):
+        for number in range(500):
             writer.enqueue(number, 60)
         writer.close()
         parts = [thread.result(60) for thread in threads]
-        assert sorted(itertools.chain(*parts)) == list(range(2000))
+        assert sorted(itertools.chain(*parts)) == list(range(500))
         assert all(part == sorted(part) for part in parts)
 
 
 @pytest.mark.usefixtures("short_goodbye")
-@pytest.mark.parametrize(
-    ("wait", "remote"), [*((wait, False) for wait in WAITS), *((wait, True) for wait in ("dequeue", "lease"))]
-)
+@pytest.mark.parametrize(("wait", "remote"), [*((wait, False) for wait in WAITS), ("dequeue", True)])
 def test_closing_ends_what_waits_in_another_thread(wait: str, remote: bool) -> None:
     with pair(remote=remote) as (_, reader):
         waiting = Thread(WAITS[wait], reader)
@@ -168,7 +164,7 @@ def test_timeout_ends_while_another_thread_waits(timeout: float) -> None:
         waiting = Thread(reader.dequeue)
         until_it_waits(reader)
         took_s = []
-        for _ in range(5):
+        for _ in range(3):
             began = time.monotonic()
             with pytest.raises(TimeoutError):
                 reader.dequeue(timeout)
@@ -184,7 +180,7 @@ def test_threads_that_wait_again_at_once_take_turns(sends: bool) -> None:
         calls = [0, 0]
 
         def run(number: int) -> None:
-            while sum(calls) < 200:
+            while sum(calls) < 100:
                 if sends:
                     writer.enqueue(number, 20)
                 else:
@@ -201,7 +197,7 @@ def test_threads_that_wait_again_at_once_take_turns(sends: bool) -> None:
                     writer.enqueue(None, 0.1)
         for thread in threads:
             thread.result()
-        assert min(calls) >= 20
+        assert min(calls) >= 10
 
 
 def test_message_of_a_thread_that_waited_for_the_turn_wakes_a_sleeping_reader() -> None:
@@ -263,8 +259,7 @@ def test_block_that_is_collected_inside_of_another_call_leaves_that_call_the_loc
         assert owners == [threading.get_ident()]
 
 
-@pytest.mark.parametrize("in_batches", [False, True])
-def test_a_codec_is_used_by_one_thread_at_a_time(in_batches: bool) -> None:
+def test_a_codec_is_used_by_one_thread_at_a_time() -> None:
     inside, most = 0, 0
 
     class Slow:
@@ -280,10 +275,7 @@ def test_a_codec_is_used_by_one_thread_at_a_time(in_batches: bool) -> None:
 
         def send() -> None:
             for _ in range(50):
-                if in_batches:
-                    writer.enqueue_many([Slow()], 60)
-                else:
-                    writer.enqueue(Slow(), 60)
+                writer.enqueue_many([Slow()], 60)
                 writer.enqueue(Slow(), 60)
 
         threads = [Thread(send) for _ in range(3)]
