@@ -44,7 +44,7 @@ class TestTurns:
                 if expected is None:
                     expected, since = rng.randrange(1, 4), 0
                     writers[expected].enqueue_nowait("one")
-                if writers[0].stats().messages > 5000:
+                if writers[0].stats().messages > 1000:
                     break
 
     async def test_large_messages_have_their_turns_too(self) -> None:
@@ -58,14 +58,14 @@ class TestTurns:
             assert [rank for rank, _ in items] == [1, 0] * 39 + [1]
             assert [obj for rank, obj in items if rank] == [bytes([number]) * BIG for number in range(40)]
 
-    @pytest.mark.slow_on_uvloop
-    @pytest.mark.parametrize("wait", ["adaptive", "spin", "park"])
+    @pytest.mark.one_loop
+    @pytest.mark.parametrize("wait", ["adaptive", "park"])
     async def test_each_queue_keeps_its_order(self, wait: str) -> None:
         async with queues(3, 2, wait=wait) as (writers, readers):
 
             async def send(which: int) -> None:
                 rng = random.Random(which)
-                for number in range(300):
+                for number in range(150):
                     await writers[which].enqueue((number, bytes(BIG if rng.random() < 0.05 else number)), 10)
                     if rng.random() < 0.3:
                         await asyncio.sleep(rng.random() * 0.002)
@@ -76,7 +76,7 @@ class TestTurns:
             async for rank, (number, _) in merge(readers):
                 logs[rank].append(number)
             await asyncio.gather(*sending)
-            assert logs == {rank: list(range(300)) for rank in readers}
+            assert logs == {rank: list(range(150)) for rank in readers}
 
     async def test_the_loop_goes_on_beside_a_stream_that_never_ends(self) -> None:
         async with queues(3) as (writers, readers):
@@ -84,12 +84,12 @@ class TestTurns:
                 writer.enqueue_nowait("flood")
             async with bystander() as other:
                 merged = merge(readers)
-                for number in range(6400):
+                for number in range(1600):
                     rank, _ = await anext(merged)
                     writers[rank].enqueue_nowait("flood")
                     if number == 0:
                         other.turns = 0
-                assert other.turns >= 6400 // YIELD_AFTER_MESSAGES - 1
+                assert other.turns >= 1600 // YIELD_AFTER_MESSAGES - 1
 
 
 class TestSleeping:
@@ -99,7 +99,7 @@ class TestSleeping:
             merged = merge(readers)
             waiting = await asleep(merged)
             poller = poller_of(merged)
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.1)
             assert asyncio.all_tasks() - tasks == {waiting}
             assert poller.stats.parks == 1, "nothing wakes it"
             flags = [writer.end.ring.ring.readers_parked[0] for writer in writers[:3]]  # type: ignore[attr-defined]
@@ -182,11 +182,11 @@ class TestSleeping:
                     received.append(item)
 
             receiving = [asyncio.ensure_future(receive()) for _ in range(3)]
-            for number in range(600):
+            for number in range(200):
                 await writers[number % 4].enqueue(number, 5)
                 if number % 10 == 0:
                     await asyncio.sleep(0)
             for writer in writers:
                 await writer.aclose()
             await asyncio.gather(*receiving)
-            assert sorted(received) == sorted((number % 4, number) for number in range(600))
+            assert sorted(received) == sorted((number % 4, number) for number in range(200))

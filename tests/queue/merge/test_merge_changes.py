@@ -16,16 +16,7 @@ from faces import child as blocking_child
 from merging import BIG, all_asleep, asleep, blocking_queues, poller_of, queues, take
 from support import eventually, until
 
-from aioshm import (
-    CodecError,
-    EndClosed,
-    MessageQueue,
-    PeerDied,
-    QueueRestarted,
-    RoleError,
-    blocking,
-    merge,
-)
+from aioshm import CodecError, EndClosed, MessageQueue, PeerDied, QueueRestarted, RoleError, blocking, merge
 from aioshm.queue.local.source import RingSource
 from aioshm.queue.merge import Merged
 
@@ -90,7 +81,7 @@ class TestRemoving:
         """The merge raises and lowers the flags of what it sleeps for, and no other flag."""
         async with queues(2, wait="adaptive" if spins else "park") as (writers, readers):
             merged = merge(readers)
-            for number in range(50):
+            for number in range(10):
                 waiting = await asleep(merged)
                 merged.remove(1)
                 direct = asyncio.ensure_future(readers[1].dequeue(20))
@@ -108,7 +99,7 @@ class TestRemoving:
             received: list[tuple[int, Any]] = []
 
             async def send(which: int) -> None:
-                for number in range(400):
+                for number in range(150):
                     await writers[which].enqueue((number, bytes(BIG if number % 97 == 0 else 10)), 20)
                     if number % 7 == which:
                         await asyncio.sleep(0)
@@ -119,12 +110,12 @@ class TestRemoving:
 
             sending = [asyncio.ensure_future(send(which)) for which in range(4)]
             iterating = asyncio.ensure_future(iterate())
-            while len(received) < 1600:
+            while len(received) < 600:
                 await asyncio.sleep(0)
-                if rng.random() < 0.3 and len(received) < 1500:
+                if rng.random() < 0.3 and len(received) < 550:
                     rank = rng.randrange(4)
                     merged.remove(rank)
-                    left = 400 - sum(each == rank for each, _ in received)
+                    left = 150 - sum(each == rank for each, _ in received)
                     for _ in range(min(left, rng.randrange(3))):
                         number, _ = await readers[rank].dequeue(20)
                         received.append((rank, number))
@@ -135,7 +126,7 @@ class TestRemoving:
             with pytest.raises(asyncio.CancelledError):
                 await iterating
             for rank in readers:
-                assert [number for each, number in received if each == rank] == list(range(400))
+                assert [number for each, number in received if each == rank] == list(range(150))
 
     async def test_the_last_one_ends_the_iteration_which_one_that_is_added_begins_again(self) -> None:
         async with queues(2) as (writers, readers):
@@ -150,8 +141,8 @@ class TestRemoving:
 
 
 class TestErrors:
-    @pytest.mark.parametrize("how", ["remove", "add"])
-    async def test_failed_queue_that_is_removed_or_replaced_is_forgotten(self, how: str) -> None:
+    @pytest.mark.one_loop
+    async def test_failed_queue_that_is_replaced_is_forgotten(self) -> None:
         async with queues(2) as (writers, readers), child("write", "0", "10") as writer:
             async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
                 await reader.wait_until_ready(20)
@@ -159,14 +150,9 @@ class TestErrors:
                 merged = merge({0: readers[0], 7: reader})
                 with pytest.raises(PeerDied):
                     await asyncio.wait_for(anext(merged), 20)
-                if how == "add":
-                    merged.add(7, readers[1])
-                    await writers[1].enqueue("replaced", 20)
-                    assert await anext(merged) == (7, "replaced")
-                else:
-                    merged.remove(7)
-                    with pytest.raises(ValueError, match="rank 7 is not in this merge"):
-                        merged.remove(7)
+                merged.add(7, readers[1])
+                await writers[1].enqueue("replaced", 20)
+                assert await anext(merged) == (7, "replaced")
                 assert merged.failed == {}
 
     async def test_a_writer_that_comes_back_is_raised_once_and_its_queue_goes_on(self) -> None:
@@ -242,7 +228,7 @@ class TestBlocking:
 
     def test_a_death_is_raised_once_with_the_rank_and_the_rest_goes_on(self) -> None:
         with blocking_queues(2) as (writers, readers), blocking_child("write", "2", "0") as dying:
-            with reader_of(dying) as reader:
+            with blocking.MessageQueue.create_from_handle(dying.says('{"type"'), 0) as reader:
                 merged = blocking.merge({**readers, 7: reader})
                 assert take(merged, 2) == [(7, (0, b"")), (7, (1, b""))]
                 dying.process.kill()
@@ -257,11 +243,13 @@ class TestBlocking:
                 assert damage.value.rank == 0
                 merged.remove(7)
                 assert merged.failed == {}
+                with pytest.raises(ValueError, match="rank 7 is not in this merge"):
+                    merged.remove(7)
 
     def test_a_storm_of_changes_loses_nothing(self) -> None:
         """Two threads iterate, one changes what is merged, and takes messages itself meanwhile."""
         with blocking_queues(3) as (writers, readers):
-            count, stop = 600, threading.Event()
+            count, stop = 200, threading.Event()
             received: dict[int, list[int]] = {rank: [] for rank in readers}
             lock = threading.Lock()
             merged = blocking.merge(readers)
@@ -297,7 +285,3 @@ class TestBlocking:
             for thread in threads:
                 thread.result()
             assert all(sorted(numbers) == list(range(count)) for numbers in received.values())
-
-
-def reader_of(writer: Any) -> blocking.MessageQueue:
-    return blocking.MessageQueue.create_from_handle(writer.says('{"type"'), 0)
