@@ -38,26 +38,30 @@ PROMPTS = ("hello", "The quick brown fox", "x", "1 + 1 = ", "What? " * 20)
 
 
 class Server:
-    """The front end as a process of its own, ready."""
+    """The front end as a process of its own, ready; it writes its log to a file."""
 
-    def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "engine_frontend", "--port", "0", *arguments],
-            cwd=EXAMPLES,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "engine_frontend", "--port", "0"],
+                cwd=EXAMPLES,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "AIOSHM_STALL_WARNING_S": "1",
+                },
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
         assert self.process.stdout is not None
-        self.started = []
-        for line in self.process.stdout:
-            self.started.append(line.strip())
-            if line.startswith("serving on"):
-                break
-        else:
-            raise AssertionError(self.process.communicate())
-        self.port = int(self.started[-1].rpartition(":")[2])
+        started = next((line for line in self.process.stdout if line.startswith("serving on")), "")
+        assert started, self.log()
+        self.port = int(started.rpartition(":")[2])
+
+    def log(self) -> str:
+        return self._log.read_text()
 
     @contextmanager
     def request(self, method: str, path: str, body: str | None = None) -> Iterator[HTTPResponse]:
@@ -82,43 +86,20 @@ class Server:
             return response.status, json.load(response)
 
     def total(self, what: str) -> int:
-        return sum(engine[what] for engine in self.health()[1]["engines"])
+        return sum(engine[what] for engine in self.engines())
 
-    def end(self) -> tuple[int, str]:
+    def engines(self) -> list[Any]:
+        engines: list[Any] = self.health()[1]["engines"]
+        return engines
+
+    def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        _, errors = self.process.communicate(timeout=60)
-        return self.process.returncode, errors
+        self.process.communicate(timeout=60)
+        return self.process.returncode
 
     def close(self) -> None:
         self.process.kill()
         self.process.communicate()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """Return one that serves every test; ended, it leaves nothing, and has said nothing."""
-    server = Server()
-    try:
-        yield server
-        pids = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
-        assert len(pids) >= 6  # two engines with two workers each
-        code, errors = server.end()
-        # On a busy machine it says now and then what it waits for.
-        said = [line for line in errors.splitlines() if "engines connected" not in line]
-        assert (code, said) == (0, [])
-        eventually(lambda: not any(map(psutil.pid_exists, pids)), f"the end of {pids}")
-    finally:
-        server.close()
-
-
-@pytest.fixture
-def changing_server() -> Iterator[Server]:
-    """Return one for a test that changes its processes, which are to end with the test."""
-    server = Server()
-    yield server
-    if server.process.poll() is None:
-        server.end()
-    server.close()
 
 
 def events(response: HTTPResponse) -> Iterator[Any]:
@@ -150,6 +131,7 @@ def inferring() -> Iterator[None]:
         yield
 
 
+@pytest.mark.one_loop
 @pytest.mark.usefixtures("inferring")
 async def test_the_ranks_logits_are_those_of_the_whole_model() -> None:
     config = Config()
@@ -172,32 +154,6 @@ async def test_the_ranks_logits_are_those_of_the_whole_model() -> None:
             await worker.close()
 
 
-@pytest.mark.slow
-def test_texts_are_those_of_the_whole_model_token_for_token(server: Server) -> None:
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        answers = list(pool.map(lambda prompt: server.complete(prompt, 40), PROMPTS))
-    for prompt, (status, answer) in zip(PROMPTS, answers, strict=True):
-        text, reason = written_by_the_whole_model(prompt, 40)
-        assert status == 200
-        assert answer["choices"] == [{"index": 0, "text": text, "finish_reason": reason}]
-        assert answer["object"] == "text_completion"
-        assert answer["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": len(text) + (reason == "stop")}
-    assert {engine["finished"] > 0 for engine in server.health()[1]["engines"]} == {True}
-
-
-@pytest.mark.slow
-def test_streams_bring_one_token_after_the_other(server: Server) -> None:
-    with server.stream("hello", 12) as response:
-        assert response.getheader("content-type") == "text/event-stream; charset=utf-8"
-        *chunks, done = events(response)
-    assert done == "[DONE]"
-    choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
-    assert len({json.loads(chunk)["id"] for chunk in chunks}) == 1
-    text, reason = written_by_the_whole_model("hello", 12)
-    assert "".join(choice["text"] for choice in choices) == text
-    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [reason]
-
-
 class SilentEngine(Engine):
     """Lets a client wait for each output."""
 
@@ -214,6 +170,7 @@ class SilentEngine(Engine):
         return [Progress(output["request_id"], encode("x"), output.get("finish_reason")) for output in super()._step()]
 
 
+@pytest.mark.one_loop
 async def test_stream_of_a_silent_engine_gets_comments_that_keep_it_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine_frontend.http.KEEP_ALIVE_S", 0.01)
     engine = SilentEngine()
@@ -239,10 +196,58 @@ async def test_stream_of_a_silent_engine_gets_comments_that_keep_it_alive(monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stream", [True, False])
-def test_whoever_hangs_up_has_the_request_aborted(server: Server, stream: bool) -> None:
+@pytest.mark.timeout(300)
+def test_front_end_serves_and_outlives_its_engines(tmp_path: Path) -> None:
+    """One test, because each server, and each of its engines, takes ten seconds to start."""
+    server = Server(tmp_path / "log")
+    try:
+        _texts_are_those_of_the_whole_model_token_for_token(server)
+        _streams_bring_one_token_after_the_other(server)
+        for stream in (True, False):
+            _whoever_hangs_up_has_the_request_aborted(server, stream)
+        _bad_requests_are_refused(server)
+        # On a busy machine the log says now and then what the server waits for.
+        quiet = ("engines connected", "no progress for")
+        assert [line for line in server.log().splitlines() if not any(text in line for text in quiet)] == []
+        _fewer_engines_and_more(server)
+        _engines_that_make_no_progress_are_named(server)
+        _a_killed_engine_fails_its_own_requests_only(server)
+        _a_killed_worker_ends_its_engine(server)
+        pids = [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
+        assert len(pids) >= 6  # two engines with two workers each
+        assert server.end() == 0
+        eventually(lambda: not any(map(psutil.pid_exists, pids)), f"the end of {pids}")
+    finally:
+        server.close()
+
+
+def _texts_are_those_of_the_whole_model_token_for_token(server: Server) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = list(pool.map(lambda prompt: server.complete(prompt, 40), PROMPTS))
+    for prompt, (status, answer) in zip(PROMPTS, answers, strict=True):
+        text, reason = written_by_the_whole_model(prompt, 40)
+        assert status == 200
+        assert answer["choices"] == [{"index": 0, "text": text, "finish_reason": reason}]
+        assert answer["object"] == "text_completion"
+        assert answer["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": len(text) + (reason == "stop")}
+    assert {engine["finished"] > 0 for engine in server.engines()} == {True}
+
+
+def _streams_bring_one_token_after_the_other(server: Server) -> None:
+    with server.stream("hello", 12) as response:
+        assert response.getheader("content-type") == "text/event-stream; charset=utf-8"
+        *chunks, done = events(response)
+    assert done == "[DONE]"
+    choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    assert len({json.loads(chunk)["id"] for chunk in chunks}) == 1
+    text, reason = written_by_the_whole_model("hello", 12)
+    assert "".join(choice["text"] for choice in choices) == text
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [reason]
+
+
+def _whoever_hangs_up_has_the_request_aborted(server: Server, stream: bool) -> None:
     before = server.total("aborted")
-    pids = [engine["pid"] for engine in server.health()[1]["engines"]]
+    pids = [engine["pid"] for engine in server.engines()]
     connection = HTTPConnection("127.0.0.1", server.port, timeout=30)
     for pid in pids:  # so that no request can be finished before
         psutil.Process(pid).suspend()
@@ -256,8 +261,7 @@ def test_whoever_hangs_up_has_the_request_aborted(server: Server, stream: bool) 
     assert server.total("requests") == 0
 
 
-@pytest.mark.slow
-def test_bad_requests_are_refused(server: Server) -> None:
+def _bad_requests_are_refused(server: Server) -> None:
     for body, complaint in (
         ("{", "truncated"),
         ('{"max_tokens": 3}', "prompt"),
@@ -273,95 +277,7 @@ def test_bad_requests_are_refused(server: Server) -> None:
     assert server.health()[0] == 200
 
 
-@pytest.mark.slow
-def test_health_names_engines_that_make_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIOSHM_STALL_WARNING_S", "1")
-    server = Server("--engines", "2", "--workers", "1")
-    try:
-        engines = [psutil.Process(engine["pid"]) for engine in server.health()[1]["engines"]]
-
-        def states() -> tuple[int, str, list[str]]:
-            code, state = server.health()
-            return code, state["status"], [engine["state"] for engine in state["engines"]]
-
-        engines[1].suspend()
-        eventually(lambda: states() == (200, "degraded", ["running", "stopped"]), "the state of engine 1")
-        assert server.complete("hello", 3)[0] == 200
-        engines[0].suspend()
-        eventually(lambda: states() == (503, "failed", ["stopped", "stopped"]), "the state of engine 0")
-        eventually(lambda: all(engine["where"] for engine in server.health()[1]["engines"]), "the lines")
-        assert all("no progress for" in engine["where"] for engine in server.health()[1]["engines"])
-        for engine in engines:
-            engine.resume()
-        eventually(lambda: states() == (200, "ok", ["running", "running"]), "progress")
-        assert [engine["where"] for engine in server.health()[1]["engines"]] == ["", ""]
-        code, errors = server.end()
-        assert code == 0
-        for number, engine in enumerate(engines):
-            assert f"engine {number} (pid {engine.pid}) is stopped: no progress for" in errors
-    finally:
-        server.close()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_engines_die_come_back_become_more_and_fewer(changing_server: Server) -> None:
-    """In one test: such a server takes ten seconds to start, and its processes are to end with the test."""
-    _a_killed_engine_fails_its_own_requests_only(changing_server)
-    killed = _a_killed_worker_ends_its_engine_which_comes_back(changing_server)
-    _more_engines_and_fewer(changing_server)
-    code, errors = changing_server.end()
-    assert code == 0
-    assert f"Worker_0 (pid {killed}) was killed by SIGKILL" in errors
-
-
-def _a_killed_worker_ends_its_engine_which_comes_back(server: Server) -> int:
-    [engine, _] = server.health()[1]["engines"]
-    psutil.Process(engine["workers"][0]).kill()
-    eventually(lambda: server.health()[1]["engines"][0]["restarts"] == 1, "the engine's restart")
-    eventually(lambda: server.health()[1]["status"] == "ok", "its successor")
-    [successor, _] = server.health()[1]["engines"]
-    assert successor["pid"] != engine["pid"]
-    assert successor["workers"] != engine["workers"]
-    assert f"engine 0 (pid {engine['pid']}) exited with code 1" in successor["cause"]
-    assert server.complete("hello", 3)[0] == 200
-    with server.request("GET", "/metrics") as response:
-        lines = response.read().decode().splitlines()
-    assert {'engine_up{engine="0"} 1', 'engine_restarts_total{engine="0"} 1', "requests_in_flight 0"} <= {*lines}
-    return int(engine["workers"][0])
-
-
-def _a_killed_engine_fails_its_own_requests_only(server: Server) -> None:
-    engines = server.health()[1]["engines"]
-    culprit = f"engine 1 (pid {engines[1]['pid']}) was killed by SIGKILL"
-    with ExitStack() as stack:
-        streams = [stack.enter_context(server.stream("hello", 200)) for _ in range(4)]
-        for engine in engines:
-            psutil.Process(engine["pid"]).suspend()  # what is in flight stays there
-        psutil.Process(engines[1]["pid"]).kill()
-        eventually(lambda: server.health()[1]["engines"][1]["restarts"] == 1, "the restart")
-        psutil.Process(engines[0]["pid"]).resume()
-        endings = []
-        for stream in streams:
-            *_, last, done = events(stream)
-            assert done == "[DONE]"
-            endings.append(json.loads(last))
-    failed = [ending for ending in endings if "error" in ending]
-    assert failed == [{"error": {"message": culprit, "type": "engine_dead"}}] * 2
-    assert [ending["choices"][0]["finish_reason"] is not None for ending in endings if "choices" in ending] == [
-        True
-    ] * 2
-    eventually(lambda: server.health()[1]["status"] == "ok", "two engines again")
-    status, health = server.health()
-    assert (status, [engine["restarts"] for engine in health["engines"]]) == (200, [0, 1])
-    for pid in (engines[1]["pid"], *engines[1]["workers"]):
-        eventually(lambda pid=pid: not psutil.pid_exists(pid), f"the end of {pid}")
-
-
-def _more_engines_and_fewer(server: Server) -> None:
-    with server.request("POST", "/scale", '{"engines": 3}') as response:
-        assert response.status == 200
-        assert [engine["state"] for engine in json.load(response)["engines"]] == ["running"] * 3
+def _fewer_engines_and_more(server: Server) -> None:
     with server.stream("hello", 100) as response:
         with server.request("POST", "/scale", '{"engines": 1}') as scaled:
             assert [engine["engine"] for engine in json.load(scaled)["engines"]] == [0]
@@ -372,3 +288,67 @@ def _more_engines_and_fewer(server: Server) -> None:
             assert response.status == 400
     with server.request("POST", "/scale", '{"engines": 2}') as response:
         assert response.status == 200
+        assert [engine["state"] for engine in json.load(response)["engines"]] == ["running"] * 2
+
+
+def _engines_that_make_no_progress_are_named(server: Server) -> None:
+    engines = [psutil.Process(engine["pid"]) for engine in server.engines()]
+
+    def states() -> tuple[int, str, list[str]]:
+        code, state = server.health()
+        return code, state["status"], [engine["state"] for engine in state["engines"]]
+
+    engines[1].suspend()
+    eventually(lambda: states() == (200, "degraded", ["running", "stopped"]), "the state of engine 1")
+    assert server.complete("hello", 3)[0] == 200
+    engines[0].suspend()
+    eventually(lambda: states() == (503, "failed", ["stopped", "stopped"]), "the state of engine 0")
+    eventually(lambda: all(engine["where"] for engine in server.engines()), "the lines")
+    assert all("no progress for" in engine["where"] for engine in server.engines())
+    for engine in engines:
+        engine.resume()
+    eventually(lambda: states() == (200, "ok", ["running", "running"]), "progress")
+    assert [engine["where"] for engine in server.engines()] == ["", ""]
+    for number, engine in enumerate(engines):
+        assert f"engine {number} (pid {engine.pid}) is stopped: no progress for" in server.log()
+
+
+def _a_killed_engine_fails_its_own_requests_only(server: Server) -> None:
+    engines = server.engines()
+    culprit = f"engine 1 (pid {engines[1]['pid']}) was killed by SIGKILL"
+    with ExitStack() as stack:
+        streams = [stack.enter_context(server.stream("hello", 200)) for _ in range(4)]
+        for engine in engines:
+            psutil.Process(engine["pid"]).suspend()  # what is in flight stays there
+        psutil.Process(engines[1]["pid"]).kill()
+        eventually(lambda: server.engines()[1]["restarts"] == 1, "the restart")
+        psutil.Process(engines[0]["pid"]).resume()
+        endings = []
+        for stream in streams:
+            *_, last, done = events(stream)
+            assert done == "[DONE]"
+            endings.append(json.loads(last))
+    failed = [ending for ending in endings if "error" in ending]
+    assert failed == [{"error": {"message": culprit, "type": "engine_dead"}}] * 2
+    finished = [ending["choices"][0]["finish_reason"] for ending in endings if "choices" in ending]
+    assert len(finished) == 2
+    assert None not in finished
+    for pid in (engines[1]["pid"], *engines[1]["workers"]):
+        eventually(lambda pid=pid: not psutil.pid_exists(pid), f"the end of {pid}")
+
+
+def _a_killed_worker_ends_its_engine(server: Server) -> None:
+    engine = server.engines()[0]
+    psutil.Process(engine["workers"][0]).kill()
+    eventually(lambda: server.engines()[0]["restarts"] == 1, "the engine's restart")
+    eventually(lambda: server.health()[1]["status"] == "ok", "the successors of both engines", within_s=60)
+    successor, other = server.engines()
+    assert (successor["restarts"], other["restarts"]) == (1, 1)
+    assert successor["pid"] != engine["pid"]
+    assert successor["workers"] != engine["workers"]
+    assert f"engine 0 (pid {engine['pid']}) exited with code 1" in successor["cause"]
+    assert f"Worker_0 (pid {engine['workers'][0]}) was killed by SIGKILL" in server.log()
+    assert server.complete("hello", 3)[0] == 200
+    with server.request("GET", "/metrics") as response:
+        lines = response.read().decode().splitlines()
+    assert {'engine_up{engine="0"} 1', 'engine_restarts_total{engine="0"} 1', "requests_in_flight 0"} <= {*lines}
