@@ -32,17 +32,6 @@ def arguments(local: str, remote: str, stall_s: str) -> dict[str, Any]:
     }
 
 
-def fall_silent(how: str) -> None:
-    """Do what keeps the loop from running."""
-    if how == "sleeps":
-        time.sleep(1000)
-    elif how == "pauses":
-        time.sleep(2.5)
-    elif how == "spins":
-        while True:
-            pass
-
-
 async def asynchronous(how: str, *sizes: str) -> None:
     if how == "never runs":
         writer = MessageQueue(**arguments(*sizes))
@@ -60,24 +49,17 @@ async def asynchronous(how: str, *sizes: str) -> None:
                 for number in range(100):
                     await writer.enqueue(number)
             await asyncio.sleep(1000)
-        fall_silent(how)
+        time.sleep(2.5 if how == "pauses" else 1000)  # the loop does not run
         await writer.enqueue("last")
         await asyncio.sleep(1000)
 
 
-def blocked(how: str, *sizes: str) -> None:
+def blocked(_how: str, *sizes: str) -> None:
     with blocking.MessageQueue(**arguments(*sizes)) as writer:
         say(writer.export_handle().to_json())
         writer.wait_until_ready(20)
         writer.enqueue("first")
         say("silent")
-        if how == "is full":
-            with suppress(AioshmError):
-                for number in range(100):
-                    writer.enqueue(number)
-            time.sleep(1000)
-        fall_silent(how)
-        writer.enqueue("last")
         time.sleep(1000)
 
 

@@ -1,4 +1,4 @@
-"""Messages for remote readers: copied before the caller goes on, and sent in parts where they are large."""
+"""Large messages for remote readers, which are sent in parts, and messages for which there is no memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from remotes import ready_ends, wide_writer
 from support import until
 
 from aioshm import MessageQueue, PeerDied, SharedMemoryError
-from aioshm.codec.frames import INLINE, RAW, body_bytes, split_body
+from aioshm.codec.frames import RAW
 from aioshm.queue.remote import messages, wire
 from aioshm.queue.remote.messages import Assembly, MessageMemory, pack
-from aioshm.queue.remote.window import Outgoing
-from aioshm.queue.remote.wire import ONE_FRAME_BYTES, PART_BYTES
+from aioshm.queue.remote.wire import PART_BYTES
 
 SECRET = bytes(wire.SECRET_BYTES)
 TOGETHER = 16 << 20
@@ -36,25 +35,6 @@ def array(number: int, nbytes: int = TOGETHER) -> np.ndarray[Any, np.dtype[np.in
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "PART_BYTES", 20_000)
-
-
-# Frames
-
-
-async def test_large_message_arrives_in_frames_of_the_size_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    parse = wire.parse_data
-
-    def measured(head: memoryview, body: memoryview | None) -> wire.Data:
-        sizes.append(len(body or b""))
-        return parse(head, body)
-
-    monkeypatch.setattr(wire, "parse_data", measured)
-    async with ready_ends(0, 1) as (writer, (reader,)):
-        await writer.enqueue(array(1))
-        assert (await reader.dequeue(60) == array(1)).all()
-    assert max(sizes) == PART_BYTES
-    assert sum(size == PART_BYTES for size in sizes) == TOGETHER // PART_BYTES
 
 
 @pytest.mark.slow
@@ -77,13 +57,13 @@ async def test_memory_of_the_parts_of_a_large_message_goes_back_to_the_system() 
 # Connections that end
 
 
-@pytest.mark.parametrize("how", ["reset", "close", "truncate"])
+@pytest.mark.parametrize("how", ["reset", "truncate"])
 async def test_message_whose_connection_ends_between_its_parts_comes_whole(how: str, small_parts: None) -> None:
     async with wide_writer(0, 1, remote_timeout=5.0) as writer:
         async with proxied(writer.export_handle()) as (handle, data, _control):
             async with MessageQueue.create_from_handle(handle, 0) as reader:
                 await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
-                for number in range(3):
+                for number in range(2):
                     data.delay_s = 0.01
                     before = data.connections
                     receiving = asyncio.ensure_future(reader.dequeue(60))
@@ -104,7 +84,7 @@ async def test_message_whose_connection_ends_between_its_parts_comes_whole(how: 
 
 
 async def test_writer_that_dies_amid_a_message_leaves_its_reader_without_the_message(small_parts: None) -> None:
-    async with wide_writer(0, 1, remote_timeout=1.0) as writer:
+    async with wide_writer(0, 1, remote_timeout=0.5) as writer:
         async with proxied(writer.export_handle()) as (handle, data, control):
             async with MessageQueue.create_from_handle(handle, 0) as reader:
                 await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
@@ -223,38 +203,3 @@ def test_message_larger_than_its_writer_may_send_takes_no_memory() -> None:
     with pytest.raises(wire.WireError, match=f"a message of {PART_BYTES + 1} bytes, more than {PART_BYTES}"):
         assembly.add(data[0])
     assert assembly.add(data[1]) is None
-
-
-# Messages are copied before the caller goes on
-
-
-def packed(*parts: Any, buffers: Any = (), kind: int = INLINE, seq: int = 5) -> Outgoing:
-    views = [memoryview(buffer) for buffer in buffers]
-    pieces = [part if isinstance(part, bytes) else memoryview(part) for part in parts]
-    size = body_bytes(sum(map(len, parts)), [len(view) for view in views])
-    return pack(kind, 2, seq, pieces, views, size)
-
-
-def received(message: Outgoing) -> wire.Data:
-    """Return what a reader makes of it."""
-    body = None if message.body is None else memoryview(bytes(message.body))
-    return wire.parse_data(memoryview(wire.address(SECRET) + message.head), body)
-
-
-@pytest.mark.parametrize("size", [0, ONE_FRAME_BYTES, ONE_FRAME_BYTES + 1, 10**6])
-def test_what_is_packed_is_a_copy(size: int) -> None:
-    content = bytearray(bytes(range(256)) * (size // 256 + 1))[:size]
-    expected = bytes(content)
-    small = bytearray(b"piece")
-    messages = [
-        packed(content, kind=RAW),
-        packed(bytes(content)),
-        packed(small, content),
-        packed(small, buffers=[content, small]),
-    ]
-    content[:] = bytes(size)
-    small[:] = b"-----"
-    assert [received(message).body for message in messages[:3]] == [expected, expected, b"piece" + expected]
-    data = received(messages[3])
-    main, buffers = split_body(data.body, data.n_buffers, data.main_bytes)
-    assert [main, *buffers] == [b"piece", expected, b"piece"]
