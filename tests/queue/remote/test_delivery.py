@@ -60,18 +60,15 @@ def test_messages_are_sent_again_once_over_each_connection() -> None:
     assert len(window.resend(0, 3)) == 2
 
 
-@pytest.mark.parametrize("consumed", [-1, 4, 2**63])
-def test_nobody_has_finished_with_what_was_not_sent(consumed: int) -> None:
+@pytest.mark.parametrize("seq", [-1, 4, 2**63])
+def test_nobody_has_finished_with_or_asks_for_what_was_not_sent(seq: int) -> None:
     window = sending(3)
-    with pytest.raises(WireError, match=f"acknowledges {consumed} of 3"):
-        window.acknowledged(0, consumed)
+    with pytest.raises(WireError, match=f"acknowledges {seq} of 3"):
+        window.acknowledged(0, seq)
     assert (len(window), window.readers) == (3, {0: 0})
-
-
-@pytest.mark.parametrize("first", [3, 2**63])
-def test_nobody_asks_for_what_was_never_sent(first: int) -> None:
-    with pytest.raises(WireError, match=f"asks for message {first} of 3"):
-        sending(3).resend(0, first)
+    for first in {3, max(3, seq)}:
+        with pytest.raises(WireError, match=f"asks for message {first} of 3"):
+            window.resend(0, first)
 
 
 def test_what_lies_beyond_the_window_cannot_have_been_sent() -> None:
@@ -112,8 +109,7 @@ def test_lost_messages_are_named(end: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "nbytes", "size", "after"),
-    [(16, 10**6, 1, 2), (17, 10**6, 1, 3), (1, 10**6, 1, 1), (10**6, 800, 25, 4), (10**6, 801, 25, 5), (8, 1, 0, 1)],
+    ("messages", "nbytes", "size", "after"), [(17, 10**6, 1, 3), (10**6, 801, 25, 5), (1, 1, 0, 1)]
 )
 def test_an_eighth_of_the_window_is_acknowledged_at_once(messages: int, nbytes: int, size: int, after: int) -> None:
     window = ReceiveWindow(messages, nbytes)
