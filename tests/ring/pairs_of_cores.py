@@ -66,6 +66,13 @@ def decode(message: bytes) -> object:
     return message.decode()
 
 
+def raising(error: BaseException) -> Callable[..., Any]:
+    def call(*_: object) -> Any:
+        raise error
+
+    return call
+
+
 def flags(pair: Pair) -> list[bytes]:
     return [bytes(pair.slots[index].flags) for index in pair.slots]
 

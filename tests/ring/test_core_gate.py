@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import get_ident
 from time import monotonic_ns
 from typing import Any
 
 import pytest
-from pairs_of_cores import PLAIN, NewPair, Pair, in_a_thread
+from pairs_of_cores import PLAIN, NewPair, Pair, in_a_thread, raising
 
 from aioshm.process.loop_thread import ProcessLock
-
-
-def raising(error: BaseException) -> Callable[..., Any]:
-    def call(*_: object) -> Any:
-        raise error
-
-    return call
 
 
 class TestSharedLock:
@@ -85,10 +77,6 @@ class TestSharedLock:
 
 
 class TestGate:
-    @pytest.fixture(params=["writer", "reader"])
-    def core(self, request: pytest.FixtureRequest, new_pair: NewPair) -> Any:
-        return getattr(new_pair(), request.param)
-
     def test_a_new_core_is_shut(self, new_pair: NewPair) -> None:
         pair = new_pair()
         for core in (

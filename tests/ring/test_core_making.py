@@ -15,7 +15,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairs_of_cores import PLAIN, NewPair, Pair, open_gate
+from pairs_of_cores import PLAIN, NewPair, open_gate
 from rings import NATIVE, Cores
 from support import examples
 
@@ -117,49 +117,23 @@ class TestHostileLayouts:
             core.close()
 
 
-class Owner:
-    """Holds a core, which holds its methods."""
-
-    def __init__(self, pair: Pair, end: str) -> None:
-        layout, view = pair.ring.layout, pair.ring.view
-        make: Any = getattr(pair.cores, end)
-        self.core = make(layout, view, *((0,) if end == "reader" else ()))
-        self.core.bind(self.code, PLAIN, False, self.parked)
-        self.core.belong(self.runs)
-
-    def code(self, obj: Any) -> Any:
-        return obj
-
-    def parked(self) -> None: ...
-
-    def runs(self) -> bool:
-        return True
-
-
 class TestMemory:
-    @pytest.mark.parametrize("end", ["writer", "reader"])
-    def test_cycles_are_collected(self, new_pair: NewPair, end: str) -> None:
-        pair = new_pair()
-        before = sys.getrefcount(pair.slots)
-        owners = [weakref.ref(Owner(pair, end)) for _ in range(100)]
-        gc.collect()
-        assert [owner() for owner in owners] == [None] * 100
-        after = sys.getrefcount(pair.slots)
-        assert after == before
-
-    def test_cycle_with_the_memory_that_an_end_stands_on_is_collected(self, cores: Cores) -> None:
+    @pytest.mark.parametrize("by", ["code", "parked", "runs"])
+    def test_cycle_with_the_memory_that_an_end_stands_on_is_collected(self, cores: Cores, by: str) -> None:
         layout = Layout.of(1, 100, 3, 3)
         forgotten = []
-        for _ in range(50):
+        for _ in range(10):
             memory = mmap.mmap(-1, layout.total_bytes)
             view = memoryview(memory)
-            for cursor in (cores.writer(layout, view), cores.reader(layout, view, 0)):
-                cycle = {"memory": memory, "view": view, "cursor": cursor}
-                cursor.bind(lambda obj, cycle=cycle: obj, 1, False, lambda cycle=cycle: cycle)
-                forgotten.append(weakref.ref(cursor))
-            del memory, view, cursor, cycle
+            for core in (cores.writer(layout, view), cores.reader(layout, view, 0)):
+                cycle = {"memory": memory, "view": view, "core": core}
+                callbacks = {"code": bytes, "parked": None, "runs": None, by: lambda *_, cycle=cycle: cycle}
+                core.bind(callbacks["code"], PLAIN, False, callbacks["parked"])
+                core.belong(callbacks["runs"])
+                forgotten.append(weakref.ref(core))
+            del memory, view, core, cycle, callbacks
             gc.collect()
-        assert not any(cursor() for cursor in forgotten)
+        assert not any(core() for core in forgotten)
 
     @needs_native
     @pytest.mark.parametrize("cores", ["native"], indirect=True)

@@ -5,23 +5,15 @@ from __future__ import annotations
 import signal
 import struct
 import sys
-from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any
 
 import pytest
-from pairs_of_cores import PLAIN, NewPair, Notes, Pair, decode
+from pairs_of_cores import PLAIN, NewPair, Notes, Pair, decode, raising
 
 from aioshm.ring import layout as at
 
 COPY_MAX = 65536
-
-
-def raising(error: BaseException) -> Callable[..., Any]:
-    def call(*_: object) -> Any:
-        raise error
-
-    return call
 
 
 def rewrite(pair: Pair, what: int = PLAIN, seq: int = 0, size: int = 0) -> None:

@@ -149,6 +149,8 @@ WRONG: list[tuple[str, tuple[Any, ...], type[Exception]]] = [
     *(("put", (message,), TypeError) for message in (bytearray(b"x"), "x", None)),
     ("put_many", ([b"a"], -1), ValueError),
     *(("put_many", arguments, TypeError) for arguments in ((b"a", 0), ([b"a"], "0"), ([b"a"],), ([], 0, 0))),
+    ("claim", (-1,), OverflowError),
+    ("claim", ("1",), TypeError),
     *(("evict", (reader,), IndexError) for reader in (-1, 2, FAR)),
     *(("evict", (reader,), TypeError) for reader in ("0", None)),
     *(("admit", (reader, 0, None), IndexError) for reader in (-1, 2)),
