@@ -11,10 +11,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from rings import NATIVE, python
-
-import aioshm
-from aioshm.ring import cores
+from rings import NATIVE
 
 PASSES = """
 import aioshm, sys
@@ -41,16 +38,11 @@ async def main():
             assert await reader.dequeue() == 1
 asyncio.run(main())
 """
-
-
 CORES_ON = """
-import os, platform, sys
-os.environ["AIOSHM_NATIVE"] = "0"
-platform.machine = lambda: sys.argv[1]
-from aioshm.ring import ShmRingBuffer, cores
-ring = ShmRingBuffer(1, 64, 1)
+import platform
+platform.machine = lambda: {machine!r}
+from aioshm.ring import cores
 print(cores.WriterBase.reorders, cores.ReaderBase.reorders, cores.FULL_FENCE)
-ring.close()
 """
 
 
@@ -66,11 +58,6 @@ def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_this_process() -> None:
-    for part in (cores.WriterBase, cores.ReaderBase, cores.memory_fence):
-        assert part.__module__ == ("aioshm.ring._native" if aioshm.native_core else "aioshm.ring.reference")
-
-
 @pytest.mark.skipif(
     shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(), reason="no compiler"
 )
@@ -80,23 +67,25 @@ def test_where_there_is_a_compiler_it_was_built(name: str) -> None:
     assert importlib.util.find_spec(name) is not None
 
 
-@pytest.mark.skipif(NATIVE is None, reason="the native core was not built")
-def test_where_it_was_built_it_runs() -> None:
-    done = run(PASSES, AIOSHM_NATIVE="1")
-    assert (done.stdout.split(), done.stderr) == (["True", "aioshm.ring._native", "aioshm.ring._native"], "")
-
-
-@pytest.mark.parametrize(("prelude", "value"), [("", "0"), (NOT_BUILT, "1")])
-def test_without_it_everything_works(prelude: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("prelude", "value", "native"),
+    [
+        pytest.param("", "1", True, marks=pytest.mark.skipif(NATIVE is None, reason="the native core was not built")),
+        ("", "0", False),
+        (NOT_BUILT, "1", False),
+    ],
+    ids=["native", "not wanted", "not built"],
+)
+def test_core_that_is_there_and_wanted_runs(prelude: str, value: str, native: bool) -> None:
     done = run(prelude + PASSES, AIOSHM_NATIVE=value)
-    assert (done.stdout.split(), done.stderr) == (["False", "aioshm.ring.reference", "aioshm.ring.reference"], "")
+    module = "aioshm.ring._native" if native else "aioshm.ring.reference"
+    assert (done.stdout.split(), done.stderr) == ([str(native), module, module], "")
 
 
-@pytest.mark.parametrize("value", ["yes", " 1"])
-def test_a_bad_value_is_refused_by_name(value: str) -> None:
-    done = run("from aioshm import MessageQueue", AIOSHM_NATIVE=value)
+def test_a_bad_value_is_refused_by_name() -> None:
+    done = run("from aioshm import MessageQueue", AIOSHM_NATIVE=" 1")
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1] == f"ValueError: AIOSHM_NATIVE={value!r}: it must be 0 or 1"
+    assert done.stderr.strip().splitlines()[-1] == "ValueError: AIOSHM_NATIVE=' 1': it must be 0 or 1"
 
 
 @pytest.mark.skipif("PYTHONMALLOC" in os.environ, reason="the address sanitizer has its own allocator")
@@ -105,8 +94,7 @@ def test_native_core_frees_its_memory_once_at_the_end_of_python() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("machine", ["AMD64", "aarch64", ""])
-def test_a_machine_not_known_to_keep_order_gets_the_fenced_cores(machine: str) -> None:
-    out, err = python(CORES_ON, machine).communicate()
-    assert out == ("False False True\n" if machine == "AMD64" else "True True False\n")
-    assert err == ""
+@pytest.mark.parametrize(("machine", "answer"), [("AMD64", "False False True\n"), ("aarch64", "True True False\n")])
+def test_a_machine_not_known_to_keep_order_gets_the_fenced_cores(machine: str, answer: str) -> None:
+    done = run(CORES_ON.format(machine=machine), AIOSHM_NATIVE="0")
+    assert (done.stdout, done.stderr) == (answer, "")

@@ -21,9 +21,9 @@ SHM = Path("/dev/shm")
 
 
 @pytest.fixture(autouse=True)
-def prefix() -> Iterator[str]:
-    with private_segments() as prefix:
-        yield prefix
+def only_segments_of_this_test() -> Iterator[None]:
+    with private_segments():
+        yield
 
 
 HOLD = """
@@ -55,91 +55,46 @@ def kill(pid: int) -> None:
     eventually(lambda: process.status() == psutil.STATUS_ZOMBIE, f"the end of {pid}")
 
 
-class TestOrphans:
-    def test_segment_is_an_orphan_when_its_creator_and_its_readers_are_killed(self) -> None:
-        with holder() as (name, creator):
-            with holder(name) as (_, reader):
-                for killed in (creator, reader):
-                    assert (SHM / name).exists()
-                    assert name not in orphans()
-                    assert not remove_orphan(name)
-                    kill(killed)
-                assert name in orphans()
-            assert remove_orphan(name)
-            assert not (SHM / name).exists()
-            assert name not in orphans()
+def test_segment_is_an_orphan_when_its_creator_and_its_readers_are_killed() -> None:
+    with holder() as (name, creator), holder(name) as (_, reader):
+        for killed in (creator, reader):
+            Segment.create(4096, "named").close()  # removes orphans
+            assert (SHM / name).exists()
+            assert orphans() == []
             assert not remove_orphan(name)
-
-    def test_one_of_this_process_is_none(self) -> None:
-        segment = Segment.create(4096, "named")
-        assert segment.name is not None
-        assert segment.name not in orphans()
-        assert not remove_orphan(segment.name)
-        chunk = segment.view[:8]
-        segment.unlink()
-        segment.close()
-        chunk[:] = b"mapped.."
-        chunk.release()
-
-    def test_segments_of_killed_processes_are_removed_by_the_next_creation(self, prefix: str) -> None:
-        for _ in range(3):
-            with holder() as (_, pid):
-                kill(pid)
-        with holder() as (held, _):
-            assert len(list(SHM.glob(f"{prefix}*"))) == 1, "each creation removes the one before"
-            segment = Segment.create(4096, "named")
-            assert {path.name for path in SHM.glob(f"{prefix}*")} == {held, segment.name}
-            segment.close()
+            kill(killed)
+        assert orphans() == [name]
+        Segment.create(4096, "named").close()
+        assert not (SHM / name).exists()
+        assert orphans() == []
+        assert not remove_orphan(name)
 
 
-class TestSweepingAtTheWrongMoment:
-    """Whoever looks for orphans locks each segment for an instant; one that is being created just then is none."""
-
-    def test_between_making_the_file_and_holding_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        flock, swept = fcntl.flock, threading.Event()
-
-        def sweep_first(fd: int, operation: int) -> None:
-            if operation & fcntl.LOCK_SH and not swept.is_set():
-                swept.set()
-                remove_orphan(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
-            flock(fd, operation)
-
-        monkeypatch.setattr(fcntl, "flock", sweep_first)
-        segment = Segment.create(4096, "named")
-        assert segment.name is not None
-        exists = (SHM / segment.name).exists()
-        segment.close()
-        assert swept.is_set()
-        assert exists
+def test_segment_of_this_process_is_no_orphan() -> None:
+    segment = Segment.create(4096, "named")
+    assert segment.name is not None
+    assert orphans() == []
+    assert not remove_orphan(segment.name)
+    chunk = segment.view[:8]
+    segment.close()
+    chunk[:] = b"mapped.."
+    chunk.release()
 
 
-class TestResourceTracker:
-    CREATE = """
-import subprocess, sys
-from aioshm.ring import ShmRingBuffer
-for backing in ("memfd", "named"):
-    ring = ShmRingBuffer(1, 64, 2, backing=backing)
-    ring.writer().commit()
-    if ring.name:
-        other = ShmRingBuffer.from_name(ring.layout, ring.name, ring.queue_id)
-        command = [sys.executable, "-W", "always", "-c", sys.argv[1], ring.name, ring.queue_id.hex()]
-        subprocess.run(command, check=True)
-        print(ring.reader(0).messages_read(0))
-        other.close()
-    ring.close()
-"""
-    ATTACH = """
-import sys
-from aioshm.ring import Layout, ShmRingBuffer
-layout = Layout.of(1, 64, 2, None)
-ring = ShmRingBuffer.from_name(layout, sys.argv[1], bytes.fromhex(sys.argv[2]))
-reader = ring.reader(0)
-assert reader.ready()
-reader.release()
-reader.close()
-ring.close()
-"""
+def test_segment_that_is_being_created_is_no_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks for orphans locks each segment for an instant, which may be before its creator holds it."""
+    flock, swept = fcntl.flock, threading.Event()
 
-    def test_says_nothing(self) -> None:
-        process = python(self.CREATE, self.ATTACH)
-        assert (*process.communicate(), process.returncode) == ("1\n", "", 0)
+    def sweep_first(fd: int, operation: int) -> None:
+        if operation & fcntl.LOCK_SH and not swept.is_set():
+            swept.set()
+            remove_orphan(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", sweep_first)
+    segment = Segment.create(4096, "named")
+    assert segment.name is not None
+    exists = (SHM / segment.name).exists()
+    segment.close()
+    assert swept.is_set()
+    assert exists
