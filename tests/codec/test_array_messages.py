@@ -11,10 +11,9 @@ import torch
 from codec_helpers import encode
 from hypothesis import given
 from hypothesis import strategies as st
-from tensor_helpers import check_equal as check_tensor
 
 from aioshm.codec import Codec, get_codec
-from aioshm.codec.array_heads import ARRAY_MARKER, NUMPY, TORCH, ArrayHead, encode_head, is_array
+from aioshm.codec.array_heads import ARRAY_MARKER, is_array
 from aioshm.errors import CodecError
 
 CODECS = [get_codec("pickle"), get_codec("msgpack")]
@@ -50,6 +49,8 @@ def test_message_of_one_array_is_a_head_and_its_elements(codec: Codec[Any], arra
     assert is_array(main)
     assert [each.nbytes for each in buffers] == [array.nbytes]
     assert codec.decode(main, buffers).flags.fnc == array.flags.fnc
+    writable = [memoryview(bytearray(each)) for each in buffers]
+    assert not codec.view(main, writable).flags.writeable  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -79,15 +80,6 @@ def test_tensor_with_gradient_or_attributes_is_pickled() -> None:
         assert (received.requires_grad, received.__dict__) == (tensor.requires_grad, tensor.__dict__)
 
 
-def test_view_shows_the_buffer_itself_and_is_read_only(codec: Codec[Any]) -> None:
-    main, [buffer] = encode(codec, NUMBERS)
-    memory = bytearray(buffer)
-    seen = codec.view(memoryview(main), [memoryview(memory)])  # type: ignore[attr-defined]
-    memory[:4] = np.float32(9.0).tobytes()
-    assert seen[0] == 9
-    assert not seen.flags.writeable
-
-
 def test_typed_messages_are_checked() -> None:
     codec: Any = CODECS[1]
     encode(codec, np.zeros(1))
@@ -106,24 +98,6 @@ def test_buffers_of_another_size_are_refused(codec: Codec[Any], buffers: list[by
         codec.decode(main, [memoryview(each) for each in buffers])
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"",
-        encode_head(ArrayHead(2, "<f4", (2,), "C")),
-        encode_head(ArrayHead(NUMPY, "<f4", (2,), "C")).replace(b"C", b"K"),
-        encode_head(ArrayHead(NUMPY, "O", (2,), "C")),
-        encode_head(ArrayHead(NUMPY, "<f4", (-1,), "C")),
-        encode_head(ArrayHead(NUMPY, "<f4", (2**63, 2), "C")),
-        encode_head(ArrayHead(TORCH, "strided", (2,), "C")),
-        encode_head(ArrayHead(NUMPY, "<f4", (2,), "C"))[:-2],
-    ],
-)
-def test_damaged_head_is_refused_without_memory_for_it(codec: Codec[Any], head: bytes) -> None:
-    with pytest.raises(CodecError):
-        codec.decode(ARRAY_MARKER + head, [memoryview(bytes(8))])
-
-
 @given(garbage=st.binary(max_size=60), size=st.integers(0, 64))
 def test_garbage_behind_the_marker_is_an_array_or_a_codec_error(garbage: bytes, size: int) -> None:
     for codec in CODECS:
@@ -134,20 +108,6 @@ def test_garbage_behind_the_marker_is_an_array_or_a_codec_error(garbage: bytes, 
         assert received.nbytes == size
 
 
-# Inside of MessagePack
-
-SMALL, LARGE = 24, 9600  # elements
-
-
-def test_scalars_are_numbers(carry: Callable[[Any, Any], Any]) -> None:
+def test_scalars_are_numbers_in_messagepack(carry: Callable[[Any, Any], Any]) -> None:
     source = [np.float32(1.5), np.int64(3), np.bool_(True), np.float64(0.5), np.uint64(2**64 - 1)]
     assert carry(CODECS[1], source) == [1.5, 3, True, 0.5, 2**64 - 1]
-
-
-def test_other_devices_travel_through_the_cpu(carry: Callable[[Any, Any], Any]) -> None:
-    device = "cuda" if torch.cuda.is_available() else None
-    if device is None:
-        pytest.skip("needs CUDA")
-    for source in (torch.arange(LARGE, device=device), torch.nn.Parameter(torch.ones(3, device=device))):
-        check_tensor(carry(CODECS[1], source).cpu(), source.cpu())
-        assert carry(CODECS[1], source).device == source.device

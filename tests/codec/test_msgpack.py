@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import collections
 import datetime
-import decimal
-import enum
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -37,10 +34,6 @@ plain = st.recursive(
 )
 
 
-class Colour(enum.Enum):
-    RED = "red"
-
-
 class Part(msgspec.Struct, tag=True, array_like=True, frozen=True):
     data: bytes
     more: bytearray = bytearray()
@@ -50,31 +43,12 @@ class Other(msgspec.Struct, tag=True, array_like=True):
     number: int
 
 
-class Request(msgspec.Struct, rename="camel", omit_defaults=True):
+class Request(msgspec.Struct, rename="camel"):
     request_id: int
-    payload: bytes = b""
-    parts: list[Part | Other] = []
-    by_name: dict[str, bytes] = {}
-    when: datetime.datetime | None = None
-    price: decimal.Decimal | None = None
-    key: uuid.UUID | None = None
-    colour: Colour = Colour.RED
-    numbers: set[int] = set()
-    counts: dict[int, str] = {}
-
-
-FULL = Request(
-    1,
-    b"small",
-    [Part(b"p", bytearray(b"q")), Other(3)],
-    {"a": b"1"},
-    datetime.datetime(2024, 2, 29, tzinfo=datetime.UTC),
-    decimal.Decimal("1.10"),
-    uuid.UUID(int=7),
-    Colour.RED,
-    {1, 2},
-    {5: "five"},
-)
+    payload: bytes
+    parts: list[Part | Other]
+    by_name: dict[str, bytes]
+    when: datetime.datetime
 
 
 class TestPlain:
@@ -93,11 +67,12 @@ class TestPlain:
 
 class TestTyped:
     def test_with_large_parts(self, carry: Carry) -> None:
-        large = msgspec.structs.replace(
-            FULL,
-            payload=b"p" * LARGE,
-            parts=[Part(b"q" * LARGE, bytearray(b"r" * LARGE)), Other(1), Part(b"small")],
-            by_name={"a": b"1", "b": b"2" * LARGE},
+        large = Request(
+            1,
+            b"p" * LARGE,
+            [Part(b"q" * LARGE, bytearray(b"r" * LARGE)), Other(1), Part(b"small")],
+            {"a": b"1", "b": b"2" * LARGE},
+            datetime.datetime(2024, 2, 29, tzinfo=datetime.UTC),
         )
         result = carry(MsgpackCodec(type=Request), large)
         assert result == large
@@ -120,21 +95,6 @@ class TestTyped:
 
 # Counting of values
 
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats(allow_nan=False)
-    | st.text(max_size=40)
-    | st.binary(max_size=300)
-    | st.builds(msgspec.msgpack.Ext, st.integers(0, 127), st.binary(max_size=20))
-)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.integers(0, 99), inner, max_size=20),
-    max_leaves=30,
-)
-
 
 def count(value: Any) -> int:
     if isinstance(value, dict):
@@ -142,14 +102,14 @@ def count(value: Any) -> int:
     return 1 + sum(map(count, value)) if isinstance(value, list) else 1
 
 
-@given(VALUES)
+@given(plain)
 def test_count_equals_that_of_the_decoded_values(value: Any) -> None:
     data = msgspec.msgpack.encode(value)
     assert count_values(data, 1 << 20) == count(value)
     assert count_values(memoryview(data), count(value)) == count(value)
 
 
-@pytest.mark.parametrize("size", [0, 15, 16, 255, 256, 65_535, 65_536])
+@pytest.mark.parametrize("size", [0, 1, 2, 4, 8, 15, 16, 255, 256, 65_535, 65_536])
 def test_lengths_of_every_width_are_stepped_over(size: int) -> None:
     for value in ("x" * size, b"x" * size, msgspec.msgpack.Ext(1, b"x" * size)):
         assert count_values(msgspec.msgpack.encode([value, 1]), 10) == 3

@@ -80,7 +80,7 @@ class TestRoundTrip:
         assert type(result) is type(obj)
         assert result == obj or repr(result) == repr(obj)
 
-    @pytest.mark.parametrize("size", [0, 10, 4095, 4096, 65_535, 65_536, 300_000])
+    @pytest.mark.parametrize("size", [0, 4095, 65_536, 300_000])
     def test_bytes_stay_bytes(self, carry: Carry, size: int) -> None:
         data = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
         text = "ä" * size
@@ -117,13 +117,6 @@ class TestBuffers:
         with memoryview(result) as view:
             assert view.readonly is (kind is bytes)
             assert view == b"x" * size
-
-    def test_writing_to_the_result_leaves_the_source_alone(self) -> None:
-        main, _ = encode(PICKLE, PickleBuffer(bytearray(LARGE)))
-        source = bytearray(LARGE)
-        result = PICKLE.decode(memoryview(main), [memoryview(source)])
-        result[:] = b"x" * LARGE
-        assert source == bytes(LARGE)
 
     def test_any_contiguous_memory(self, carry: Carry) -> None:
         numbers = array.array("d", range(5000))

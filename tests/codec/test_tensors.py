@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from tensor_helpers import CARRIER, bits, check_equal, filled
 
 from aioshm.codec import Codec, get_codec
 from aioshm.codec.base import OUT_OF_BAND_BYTES
-from aioshm.errors import CodecError
 
 Carry = Callable[[Codec, Any], Any]
 PICKLE = get_codec("pickle")
@@ -166,58 +164,37 @@ class TestShapes:
         check_equal(PICKLE.decode(memoryview(main), buffers)[0], source)
 
 
-class TestOwnReductions:
-    """Tensors that are not dense CPU tensors use torch's own pickling."""
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(3, 4, dtype=torch.bfloat16, device="meta"),
+        lambda: torch.empty(0, device="meta", requires_grad=True),
+        lambda: torch.nn.Parameter(torch.empty(100_000, device="meta")),
+        lambda: torch.eye(40).to_sparse(),
+        lambda: torch.eye(40).to_sparse_csr(),
+        lambda: torch.quantize_per_tensor(torch.linspace(-1, 1, 50), 0.1, 3, torch.qint8),
+        lambda: torch.quantize_per_channel(
+            torch.ones(2, 25), torch.tensor([0.1, 0.2]), torch.zeros(2), 0, torch.quint8
+        ),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)]),
+    ],
+    ids=["meta", "meta, gradient", "meta, parameter", "sparse", "sparse csr", "quantized", "per channel", "nested"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_tensors_that_are_not_dense_have_torchs_own_reductions(carry: Carry, make: Callable[[], Any]) -> None:
+    source = make()
+    result = carry(PICKLE, source)
+    assert (type(result), result.dtype, result.device) == (type(source), source.dtype, source.device)
+    assert repr(result) == repr(source), "which has the numbers"
 
-    def test_meta(self, carry: Carry) -> None:
-        for source in (
-            torch.empty(3, 4, dtype=torch.bfloat16, device="meta"),
-            torch.empty(0, device="meta", requires_grad=True),
-            torch.nn.Parameter(torch.empty(100_000, device="meta")),
-        ):
-            result = carry(PICKLE, source)
-            assert type(result) is type(source)
-            assert (result.device, result.shape, result.dtype) == (source.device, source.shape, source.dtype)
-            assert result.requires_grad == source.requires_grad
 
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-    def test_cuda(self, carry: Carry) -> None:
-        for source in (torch.arange(LARGE, device="cuda"), torch.nn.Parameter(torch.ones(3, device="cuda"))):
-            result = carry(PICKLE, source)
-            assert type(result) is type(source)
-            assert result.device == source.device
-            assert torch.equal(result, source)
-
-    @pytest.mark.parametrize("size", [4, 200])
-    @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-    def test_sparse(self, carry: Carry, size: int) -> None:
-        dense = torch.arange(size * size, dtype=torch.float32).view(size, size) % 3
-        for source in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):
-            _, buffers = encode(PICKLE, source)
-            assert bool(buffers) == (size > 100)  # the parts are dense tensors
-            result = carry(PICKLE, source)
-            assert result.layout == source.layout
-            assert result.dtype == source.dtype
-            assert torch.equal(result.to_dense(), dense)
-
-    @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-    def test_quantized(self, carry: Carry) -> None:
-        numbers = torch.linspace(-1, 1, LARGE).view(4, -1)
-        for source in (
-            torch.quantize_per_tensor(numbers, 0.1, 3, torch.qint8),
-            torch.quantize_per_channel(numbers, torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.zeros(4), 0, torch.quint8),
-        ):
-            result = carry(PICKLE, source)
-            assert (result.dtype, result.qscheme()) == (source.dtype, source.qscheme())
-            assert torch.equal(result.int_repr(), source.int_repr())
-            assert torch.equal(result.dequantize(), source.dequantize())
-
-    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-    def test_nested(self, carry: Carry) -> None:
-        source = torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)])
-        result = carry(PICKLE, source)
-        assert result.is_nested
-        assert [part.tolist() for part in result.unbind()] == [[1, 1], [0, 1, 2]]
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@both_codecs
+def test_cuda(carry: Carry, codec: Codec) -> None:
+    for source in (torch.arange(LARGE, device="cuda"), torch.nn.Parameter(torch.ones(3, device="cuda"))):
+        result = carry(codec, source)
+        assert (type(result), result.device) == (type(source), source.device)
+        assert torch.equal(result, source)
 
 
 class TestHowTheyTravel:
@@ -237,21 +214,3 @@ class TestHowTheyTravel:
         _, [buffer] = encode(PICKLE, source)
         source.fill_(1)
         assert any(buffer)
-
-    def test_arriving_tensors_give_no_warning(self, carry: Carry) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for size in (SMALL, LARGE):
-                carry(PICKLE, torch.zeros(size)).numpy()
-
-    def test_damaged_fields(self) -> None:
-        main, buffers = encode(PICKLE, torch.zeros(LARGE))
-        for damaged in (
-            main.replace(b"float32", b"float99"),
-            main.replace(b"float32", b"float64"),  # then the memory is too small for the shape
-        ):
-            assert damaged != main
-            with pytest.raises(CodecError):
-                PICKLE.decode(memoryview(damaged), buffers)
-        with pytest.raises(CodecError):
-            PICKLE.decode(memoryview(main), [buffers[0][:-4]])
