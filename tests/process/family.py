@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -43,24 +42,6 @@ def stubborn(**_: Any) -> None:
     idle()
 
 
-def late(parent: int) -> None:
-    from aioshm.engine import die_with_parent
-
-    while os.getppid() == parent:
-        time.sleep(0.01)
-    die_with_parent()
-    time.sleep(LONG_S)
-
-
-def fork_two() -> None:
-    """Fork a child that outlives its parent for a moment, and a sibling that keeps the child's pipe open."""
-    fork = multiprocessing.get_context("fork")
-    for role, target, args in (("late", late, (os.getpid(),)), ("sibling", time.sleep, (LONG_S,))):
-        child = fork.Process(target=target, args=args)
-        child.start()
-        say(role, child.pid or 0)
-
-
 def start(target: Any) -> Any:
     from aioshm.engine import CoreEngineProcManager
 
@@ -83,8 +64,6 @@ def main() -> None:
         thread.start()
         thread.join()
         say("thread", 0)
-    elif way == "late":
-        fork_two()
     elif way == "slow":
         kept = [start(idle)]
         say("engine", kept[0].processes[0].pid)

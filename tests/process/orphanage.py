@@ -1,4 +1,4 @@
-"""A supervisor whose engines are killed, and leave processes behind: ``orphanage.py WAY N_ENGINES END DIRECTORY``.
+"""A supervisor whose engines are killed or stopped, and leave processes behind: ``orphanage.py WAY DIRECTORY``.
 
 Prints a JSON object: the zombies that are left, and what became of children that the supervisor started by itself.
 """
@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from support import eventually
 
 LONG_S = 100
 OWN_CODE = 7
+ENGINES = 6
 
 
 def worker(up: str) -> None:
@@ -27,18 +29,18 @@ def worker(up: str) -> None:
     time.sleep(LONG_S)
 
 
-def engine(dp_rank: int, local_dp_rank: int, detached: bool, directory: str) -> None:
-    """Start processes in the group of the engine, a worker in a group of its own, and where ``detached`` a session."""
+def engine(dp_rank: int, local_dp_rank: int, directory: str) -> None:
+    """Start processes in the group of the engine, some engines a worker in a group of its own, the first a session."""
     for _ in range(2):
         subprocess.Popen(["sleep", str(LONG_S)])
-    if detached:
+    if dp_rank == 0:
         subprocess.Popen(["sleep", str(LONG_S)], start_new_session=True)
-    if dp_rank % 4 == 0:
+    if dp_rank % 4 < 2:
         from aioshm.process.manager import Job, ProcessManager
 
         up = Path(directory, f"worker of {dp_rank}")
         manager = ProcessManager(worker, [Job("worker", (str(up),))])  # noqa: F841 -- its end would stop the worker
-        wait_for(up.exists)
+        eventually(up.exists)
     Path(directory, f"{dp_rank}").touch()
     time.sleep(LONG_S)
 
@@ -49,46 +51,32 @@ def children() -> dict[int, str]:
     return {each.pid: each.info["status"] for each in processes if each.info["ppid"] == os.getpid()}
 
 
-def wait_for(condition: Any, within_s: float = 60.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def start_own() -> list[subprocess.Popen[bytes]]:
     """Start processes of this program, in its own group, in a group of their own, and in a session of their own."""
     options: list[dict[str, Any]] = [{}, {"process_group": 0}, {"start_new_session": True}]
     return [subprocess.Popen(["sh", "-c", f"exit {OWN_CODE}"], **each) for each in options]
 
 
-def main() -> None:
+def main(way: str, directory: str) -> None:
     from aioshm.engine import CoreEngineProcManager
     from aioshm.process import adopt_orphans
 
-    way, engines, end, directory = sys.argv[1:]
-    count = int(engines)
-    stop = end == "stopped"
     if way == "subreaper":
         adopt_orphans()
     assert (os.getpid() == 1) is (way == "process 1")
     own = start_own()
-    with CoreEngineProcManager(engine, count, detached=stop, directory=directory, shutdown_timeout=30) as manager:
-        assert wait_for(lambda: all(Path(directory, f"{rank}").exists() for rank in range(count)))
-        own += start_own()
-        if not stop:
-            for process in manager.processes:
-                os.kill(process.pid or 0, signal.SIGKILL)
-                own += start_own()
-            assert wait_for(lambda: len(manager.finished_procs()) == count)
+    with CoreEngineProcManager(engine, ENGINES, directory=directory, shutdown_timeout=30) as manager:
+        eventually(lambda: all(Path(directory, f"{rank}").exists() for rank in range(ENGINES)))
+        for process in manager.processes[1:]:  # the first one is stopped
+            os.kill(process.pid or 0, signal.SIGKILL)
+            own += start_own()
+        eventually(lambda: len(manager.finished_procs()) == ENGINES - 1)
     pids = {process.pid for process in own}
     tracker = 1  # of multiprocessing
-    done = wait_for(lambda: len(set(children()) - pids) <= tracker, 30)
+    eventually(lambda: len(set(children()) - pids) <= tracker)
     left = {pid: state for pid, state in children().items() if pid not in pids and state == psutil.STATUS_ZOMBIE}
-    print(json.dumps({"done": done, "zombies": left, "own": sorted({process.wait() for process in own})}))
+    print(json.dumps({"zombies": left, "own": sorted({process.wait() for process in own})}))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from aioshm.process.restart import Restart, RestartHistory
 
@@ -30,30 +28,6 @@ def test_deaths_of_long_ago_do_not_count() -> None:
     assert history.restarts == 3
     assert history.died(31.9, "again") is None
     assert RestartHistory(Restart(max_restarts=0)).died(5.0, "the only death") is None
-
-
-@given(
-    st.lists(st.floats(0, 50), max_size=200),
-    st.integers(0, 10),
-    st.floats(0.001, 100),
-    st.floats(0.001, 10),
-    st.floats(0.001, 10),
-)
-def test_never_more_restarts_than_allowed(
-    gaps: list[float], most: int, within: float, backoff: float, longest: float
-) -> None:
-    policy = Restart(max_restarts=most, within_s=within, backoff_s=backoff, backoff_max_s=longest)
-    history = RestartHistory(policy)
-    now = 0.0
-    allowed = []
-    for gap in gaps:
-        now += gap
-        delay = history.died(now, "")
-        if delay is None:
-            break
-        assert delay == 0 or 0 < delay <= longest
-        allowed.append(now)
-        assert sum(now - each <= within for each in allowed) <= most
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,8 @@ async def test_task_that_blocks_the_loop_is_interrupted_once_by_sigterm(terminat
         signal.raise_signal(signal.SIGTERM)
     assert caught.value.code == TERMINATED
     termination.interrupts = False
-    await asyncio.sleep(0.01)  # no cancellation comes behind it
     signal.raise_signal(signal.SIGTERM)
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)  # no cancellation comes behind either
     assert termination.take_back()
 
 
@@ -69,17 +68,12 @@ async def test_sigterm_that_is_ignored_leaves_the_next_one_to_the_system(termina
     assert not termination.came
 
 
-async def test_cancellation_without_sigterm_is_not_taken_back() -> None:
+async def test_cancellation_without_sigterm_is_not_taken_back(termination: Termination) -> None:
     async def work() -> bool:
-        termination = Termination()
-        termination.arm()
-        try:
+        armed(termination)
+        with pytest.raises(asyncio.CancelledError):
             await asyncio.sleep(100)
-        except asyncio.CancelledError:
-            return termination.take_back()
-        finally:
-            termination.disarm()
-        return True
+        return termination.take_back()
 
     task = asyncio.create_task(work())
     await asyncio.sleep(0)
