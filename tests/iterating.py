@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import AsyncIterable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -20,13 +19,6 @@ async def by_for(items: AsyncIterable[Any]) -> Any:
     return END
 
 
-async def by_anext(items: AsyncIterable[Any]) -> Any:
-    try:
-        return await anext(aiter(items))
-    except StopAsyncIteration:
-        return END
-
-
 async def by_anext_with_default(items: AsyncIterable[Any]) -> Any:
     return await anext(aiter(items), END)
 
@@ -40,21 +32,6 @@ async def by_wait_for(items: AsyncIterable[Any]) -> Any:
     return await asyncio.wait_for(anext(aiter(items), END), WITHIN_S)
 
 
-async def by_timeout(items: AsyncIterable[Any]) -> Any:
-    async with asyncio.timeout(WITHIN_S):
-        return await by_anext(items)
-
-
-async def by_task_group(items: AsyncIterable[Any]) -> Any:
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(by_anext_with_default(items))
-    return task.result()
-
-
-async def by_gather(items: AsyncIterable[Any]) -> Any:
-    return (await asyncio.gather(anext(aiter(items), END)))[0]
-
-
 async def by_ensure_future(items: AsyncIterable[Any]) -> Any:
     try:
         return await asyncio.ensure_future(anext(aiter(items)))
@@ -62,25 +39,8 @@ async def by_ensure_future(items: AsyncIterable[Any]) -> Any:
         return END
 
 
-async def by_isawaitable(items: AsyncIterable[Any]) -> Any:
-    item = anext(aiter(items), END)
-    assert inspect.isawaitable(item)
-    return await item
-
-
 Way = Callable[[AsyncIterable[Any]], Coroutine[Any, Any, Any]]
 
-WAYS: list[Way] = [
-    by_for,
-    by_anext,
-    by_anext_with_default,
-    by_aclosing,
-    by_wait_for,
-    by_timeout,
-    by_task_group,
-    by_gather,
-    by_ensure_future,
-    by_isawaitable,
-]
+WAYS: list[Way] = [by_for, by_anext_with_default, by_aclosing, by_wait_for, by_ensure_future]
 
 EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
