@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from aioshm import AioshmError, MessageQueue, MessagesLost
+from aioshm import AioshmError, MessageQueue
 from aioshm.queue import Handle
 from aioshm.queue.remote import source
 from aioshm.ring.layout import CHUNK_HEADER_BYTES, SLOT_HEADER_BYTES
@@ -66,20 +66,6 @@ async def idle(handle: str, rank: str) -> None:
     await reader.aclose()
 
 
-async def leave_a_child(handle: str, rank: str) -> None:
-    """Attach, and exit without closing anything; a child that knows of nothing lives on."""
-    await _reader(handle, rank)
-    libc = ctypes.PyDLL(None)
-    pid = libc.fork()  # of which Python, and what it would call back, knows nothing
-    if not pid:
-        for fd in range(3):
-            os.close(fd)
-        while True:
-            libc.pause()
-    say(f"child {pid}")
-    os._exit(0)
-
-
 async def sleep_before_attaching(handle: str, rank: str) -> None:
     """Dial, but never let the loop attach."""
     reader = MessageQueue.create_from_handle(handle, int(rank))
@@ -107,35 +93,6 @@ async def collect(handle: str, rank: str) -> None:
             say(f"{received} then {type(error).__name__} {error}")
         else:
             say(f"{received} then closed")
-
-
-async def collect_slowly(handle: str, rank: str, slow: Any) -> None:
-    """Read with pauses, look at every byte, and say how it ended: how many came, and how many were lost."""
-    reader = MessageQueue.create_from_handle(handle, int(rank), slow_reader=slow)
-    await reader.wait_until_ready(20)
-    say("ready")
-    at = got = lost = 0
-    async with reader:
-        while True:
-            try:
-                number, payload = await reader.dequeue()
-            except MessagesLost as error:
-                run = (error.first, error.last)
-            except AioshmError as error:
-                say(f"ended {type(error).__name__}: {got} {lost}")
-                return
-            else:
-                run = None
-            if run is not None:
-                assert run[0] == at <= run[1], f"{run} are lost at {at}"
-                lost += run[1] + 1 - at
-                at = run[1] + 1
-                continue
-            assert number == at, f"{number} came instead of {at}"
-            assert payload == bytes([number % 256]) * len(payload)
-            at, got = at + 1, got + 1
-            if got % 50 == 0:
-                await asyncio.sleep(0.002)
 
 
 async def scribble(handle: str, rank: str, where: str) -> None:

@@ -34,14 +34,15 @@ def store(port: str) -> None:
         sys.stdin.read()
 
 
-def same_node(directory: str, rank: str, world_size: str, uid: str, *options: str) -> None:
-    """Say who shares memory with each rank, as this one sees it."""
+def same_node(directory: str, rank: str, world_size: str, uid: str, *ways: str) -> None:
+    """Say who shares memory with each rank, as this one sees it with each of the options."""
     if int(uid):
         os.setuid(int(uid))
     group = FileGroup(directory, int(rank), int(world_size))
-    chosen = Options(**dict(option.split("=") for option in options))  # type: ignore[arg-type]
-    for source in range(group.world_size):
-        say(json.dumps(in_the_same_node_as(group, source, options=chosen)))
+    for way in ways:
+        options = Options(**dict(option.split("=") for option in way.split(",") if option))  # type: ignore[arg-type]
+        answers = [in_the_same_node_as(group, source, options=options) for source in range(group.world_size)]
+        say(json.dumps(answers))
 
 
 def mixed(directory: str, rank: str, world_size: str, run: str) -> None:

@@ -16,7 +16,7 @@ from remotes import wide_writer
 from replacing import becomes, bereaved, joined, received
 from support import cancelled_after, until
 
-from aioshm import EndClosed, MessageQueue, Options, QueueFull, ReaderDied, ReaderJoined
+from aioshm import EndClosed, MessageQueue, NoPlaceVacant, Options, QueueFull, ReaderDied, ReaderJoined
 from aioshm.queue.local import readers as local_readers
 
 KILLS = 5
@@ -133,6 +133,19 @@ async def test_an_heir_that_goes_before_it_has_anything_leaves_it_held(n_local: 
             await becomes(writer, 1, "held")
         async with joined(writer, 1) as heir:
             assert await heir.dequeue(20) == "kept"
+
+
+async def test_held_place_of_a_local_reader_is_kept_from_remote_ones() -> None:
+    async with wide_writer(0, 0, max_readers=1, on_reader_death="hold", connect_ip="127.0.0.1") as writer:
+        await writer.wait_until_ready(20)
+        async with child("idle", writer.export_handle().to_json(), "0") as doomed:
+            await becomes(writer, 0, "attached")
+            doomed.signal(signal.SIGKILL)
+            await doomed.end()
+        await becomes(writer, 0, "held")
+        with pytest.raises(NoPlaceVacant, match="has died; its place is held for a local reader"):
+            async with joined(writer, far=True):
+                pass
 
 
 class TestClosing:

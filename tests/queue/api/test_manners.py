@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
 import pickle
 import re
 import signal
@@ -102,18 +101,3 @@ class TestARankThatIsTaken:
                 await until(lambda: writer.stats().readers == 1, "its death")
                 async with MessageQueue.create_from_handle(handle, 0) as second:
                     await second.wait_until_ready(20)
-
-    @pytest.mark.slow_on_uvloop
-    async def test_by_a_process_that_has_left_its_connection_to_another(self) -> None:
-        """A child that was forked without Python's knowledge keeps the connection open."""
-        async with wide_writer(1, 0) as writer:
-            handle = writer.export_handle()
-            async with child("leave_a_child", handle.to_json(), "0") as first:
-                await writer.wait_until_ready(20)
-                await first.says("ready")
-                heir = int((await first.says("child ")).split()[1])
-                try:
-                    assert await first.end() == 0
-                    assert f"by pid {first.pid}, which does not live any more (gone)" in await self.refusal(handle)
-                finally:
-                    os.kill(heir, signal.SIGKILL)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -109,7 +107,7 @@ class TestSkip:
     async def test_replacement_of_a_reader_that_died_laps_ago_learns_of_all_lost_messages(self) -> None:
         async with wide_writer(1, 0, chunks=CHUNKS, on_reader_death="hold", slow_reader="skip") as writer:
             handle = writer.export_handle()
-            async with child("collect_slowly", handle.to_json(), "0", "skip") as doomed:
+            async with child("idle", handle.to_json(), "0") as doomed:
                 await writer.wait_until_ready(20)
                 doomed.signal(signal.SIGKILL)
                 await until(lambda: writer.readers[0].state == "held", "the death")
@@ -178,16 +176,16 @@ class TestEvict:
                         await writer.enqueue(number, 20)
 
     async def test_a_stopped_process_holds_nobody_up(self) -> None:
-        async with wide_writer(2, 0, chunks=CHUNKS, slow_reader="block") as writer:
+        async with wide_writer(2, 0, chunks=CHUNKS, slow_reader="evict") as writer:
             handle = writer.export_handle()
-            async with child("collect_slowly", handle.to_json(), "1", "evict") as slow:
-                async with MessageQueue.create_from_handle(handle, 0) as patient:
+            async with child("collect", handle.to_json(), "1") as slow:
+                async with MessageQueue.create_from_handle(handle, 0, slow_reader="block") as patient:
                     await writer.wait_until_ready(20)
                     await slow.says("ready")
                     slow.signal(signal.SIGSTOP)
                     await publish(writer, patient, range(3 * CHUNKS))
                     slow.signal(signal.SIGCONT)
-                    assert "ReaderEvicted" in await slow.says("ended")
+                    await slow.says("0 then ReaderEvicted")
 
 
 class TestTheArgument:
@@ -241,28 +239,3 @@ class TestOverTheNetwork:
             with pytest.raises(ReaderEvicted, match="a larger remote_window allows longer pauses"):
                 while True:
                     await other.dequeue(20)
-
-
-@pytest.mark.slow
-@pytest.mark.one_loop
-async def test_under_full_traffic_whatever_comes_is_whole() -> None:
-    """One process dawdles; what it gets and what it is told to have lost are all messages, once, in order."""
-    async with wide_writer(2, 0, chunks=8) as writer:
-        handle = writer.export_handle()
-        async with (
-            child("collect_slowly", handle.to_json(), "1", "skip") as slow,
-            child("collect", handle.to_json(), "0") as patient,
-        ):
-            await writer.wait_until_ready(20)
-            end = time.monotonic() + 2
-            for number in itertools.count():
-                await writer.enqueue((number, bytes([number % 256]) * (number * 37 % 6000)), 20)
-                if time.monotonic() > end:
-                    break
-            await writer.aclose()
-            await patient.says("ready")
-            await slow.says("ready")
-            await patient.says(f"{number + 1} then closed")
-            got, lost = map(int, (await slow.says("ended PeerClosed: ")).split(":")[1].split())
-            assert got + lost == number + 1
-            assert min(got, lost) > 0, "both were tried"

@@ -99,3 +99,4 @@ async def test_a_row_for_each_reader() -> None:
         assert msgspec.json.decode(encoded, type=type(stats)) == stats
         await second.aclose()
         await until(lambda: writer.stats().per_reader[1].state == "left")
+        assert writer.stats().per_reader[1].lag == writer.stats().backlog == 0, "nobody waits for it any more"

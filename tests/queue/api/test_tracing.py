@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 from faces import Thread, make_writer, pair, reading
-from hypothesis import given
-from hypothesis import strategies as st
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from pairs import EITHER_PLACE, attached
 from remotes import ready_ends, wide_writer
 
 from aioshm import MessageQueue, MessagesLost, RoleError, TraceContext
-from aioshm.queue.tracing import is_trace, unpack_trace
 from aioshm.ring.layout import TRACE
 
 TRACER = TracerProvider().get_tracer("tests")
@@ -66,14 +63,6 @@ class TestTraceContext:
         assert said(trace.NonRecordingSpan(span_context)) == context.traceparent
         assert context.link().context == span_context
         assert trace.get_current_span(context.context()).get_span_context() == span_context
-
-    @given(st.binary(min_size=TRACE.size, max_size=TRACE.size))
-    def test_whatever_comes(self, packed: bytes) -> None:
-        if is_trace(packed):
-            context = unpack_trace(packed)
-            assert context is not None
-            assert TraceContext.from_traceparent(context.traceparent) == context
-            assert context.span_context().is_valid
 
 
 @EITHER_PLACE

@@ -72,10 +72,10 @@ class Processes:
         self._meeting.chmod(0o777)  # whatever the umask
         base.chmod(0o755)
 
-    def ask(self, *around: list[str], uids: tuple[int, ...] = (), options: tuple[str, ...] = ()) -> list[Any]:
-        """Return each rank's answers, by source."""
+    def ask(self, *around: list[str], uids: tuple[int, ...] = (), ways: tuple[str, ...] = ("",)) -> list[Any]:
+        """Return each rank's answers for each of the options, by source."""
         uids = uids or (0,) * len(around)
-        return self.run("same_node", *around, arguments=[[str(uid), *options] for uid in uids], uids=uids)
+        return self.run("same_node", *around, arguments=[[str(uid), *ways] for uid in uids], uids=uids)
 
     def run(self, role: str, *around: list[str], arguments: list[list[str]], uids: tuple[int, ...] = ()) -> list[Any]:
         """Run a role of the child at each rank; return what each has said."""
@@ -116,23 +116,31 @@ def unshared(*arguments: str) -> list[str]:
     return command
 
 
-def covered(directory: Path) -> list[str]:
+def covered(directory: Path, *namespaces: str) -> list[str]:
     """Return what starts a command that sees another directory there."""
-    return [*unshared("--mount"), "sh", "-c", f'mount -t tmpfs -o mode=0700 none "{directory}" && exec "$@"', "sh"]
+    return [
+        *unshared("--mount", *namespaces),
+        "sh",
+        "-c",
+        f'mount -t tmpfs -o mode=0700 none "{directory}" && exec "$@"',
+        "sh",
+    ]
 
 
 ALL = [True] * 3
 NOT_THE_LAST = [[True, True, False], [True, True, False], [False, False, True]]
 
 
-def test_not_from_a_network_of_its_own(processes: Processes) -> None:
-    # Abstract sockets are the network namespace's (unix(7), network_namespaces(7)).
-    assert processes.ask([], [], unshared("--net")) == [NOT_THE_LAST] * 3
-
-
-def test_processes_of_all_networks_do_by_a_directory(processes: Processes, base: Path) -> None:
-    options = ("lifeline=directory", f"runtime_dir={base / 'run'}")
-    assert processes.ask([], [], unshared("--net"), options=options) == [[ALL] * 3] * 3
+def test_process_with_a_network_and_named_segments_of_its_own_does_by_a_directory(
+    processes: Processes, base: Path
+) -> None:
+    ways = (
+        "lifeline=abstract",  # the network namespace's (unix(7), network_namespaces(7))
+        f"lifeline=directory,backing=named,runtime_dir={base / 'run'}",
+        f"lifeline=directory,runtime_dir={base / 'run'}",
+    )
+    alone = covered(Path("/dev/shm"), "--net")
+    assert processes.ask([], [], alone, ways=ways) == [[NOT_THE_LAST, NOT_THE_LAST, [ALL] * 3]] * 3
 
 
 def test_a_queue_to_those_who_share_memory_and_to_one_who_does_not(processes: Processes, base: Path) -> None:
@@ -142,17 +150,13 @@ def test_a_queue_to_those_who_share_memory_and_to_one_who_does_not(processes: Pr
     assert said == [[[[1, 3], [2]]], [True], [True], [True]]
 
 
-def test_not_where_named_segments_are_others(processes: Processes) -> None:
-    assert processes.ask([], [], covered(Path("/dev/shm")), options=("backing=named",)) == [NOT_THE_LAST] * 3
-
-
 def test_not_for_another_user(processes: Processes) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
     as_nobody = ["setpriv", "--reuid=65534", sys.executable, "-c", ""]
     if subprocess.run(as_nobody, check=False, env=unmeasured()).returncode:
         pytest.skip("the interpreter is nobody's to run but root's")
-    assert processes.ask([], [], [], uids=(0, 0, 65534)) == [NOT_THE_LAST] * 3
+    assert processes.ask([], [], [], uids=(0, 0, 65534)) == [[NOT_THE_LAST]] * 3
 
 
 # What is asked for is what is there
