@@ -50,7 +50,7 @@ def test_message_of_one_array_is_a_head_and_its_elements(codec: Codec[Any], arra
     assert [each.nbytes for each in buffers] == [array.nbytes]
     assert codec.decode(main, buffers).flags.fnc == array.flags.fnc
     writable = [memoryview(bytearray(each)) for each in buffers]
-    assert not codec.view(main, writable).flags.writeable  # type: ignore[attr-defined]
+    assert not codec.view(memoryview(main), writable).flags.writeable  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
