@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -71,7 +71,3 @@ async def publish_until(publisher: ZmqEventPublisher, condition: Callable[[], ob
         while not condition():
             publisher.publish(batch(0))
             await asyncio.sleep(0.01)
-
-
-async def within(work: Awaitable[Any], timeout: float = PATIENCE_S) -> Any:
-    return await asyncio.wait_for(work, timeout)

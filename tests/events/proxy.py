@@ -16,15 +16,14 @@ from .helpers import ANY
 class LossyProxy:
     """Stands between a publisher's PUB and a subscriber, and drops a share of the messages."""
 
-    def __init__(self, upstream: str, share: float, seed: int = 1) -> None:
+    def __init__(self, upstream: str, share: float) -> None:
         self._front = _socket(zmq.SUB)
         self._front.subscribe(b"")
         self._front.connect(upstream)
-        self.upstream = upstream
         self._back: zmq.Socket[bytes] | None = _socket(zmq.PUB)
         self._back.bind(ANY)
         self.endpoint = self._back.last_endpoint.rstrip(b"\0").decode()
-        self._random = random.Random(seed)
+        self._random = random.Random(1)
         self._share = share
         self._task = asyncio.create_task(self._run())
 
@@ -35,11 +34,6 @@ class LossyProxy:
                 if self._back is not None and self._random.random() >= self._share:
                     self._back.send_multipart(frames)
             await asyncio.sleep(0.001)
-
-    def follow(self, upstream: str) -> None:
-        self._front.disconnect(self.upstream)
-        self._front.connect(upstream)
-        self.upstream = upstream
 
     def cut(self) -> None:
         """End all connections; `bind_again` accepts new ones."""
@@ -62,9 +56,6 @@ class LossyProxy:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._front.close()

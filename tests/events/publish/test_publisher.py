@@ -26,7 +26,7 @@ from aioshm.events import (
 )
 from aioshm.events.protocol.encoding import BatchDecoder
 
-from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until, publish_until_delivery, take, within
+from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until, publish_until_delivery, take
 
 
 async def test_frames_numbers_and_rank(ends: Ends, raw: Any) -> None:
@@ -90,20 +90,20 @@ async def test_close_delivers_queued_batches(nothing_left: None) -> None:
 
 async def test_close_logs_unsent_batches(nothing_left: None, caplog: pytest.LogCaptureFixture) -> None:
     publisher = ZmqEventPublisher(0, ANY, bind=True)
-    for n in range(5000):
+    for n in range(1000):
         publisher.publish(batch(n, 50))
     with pytest.raises(TimeoutError, match=r"\d+ event batches still wait to be sent after 0 s"):
         await publisher.flush(0)
     await publisher.aclose(0)
     assert "closed before batches" in caplog.text
-    assert "to 4999 were sent" in caplog.text
+    assert "to 999 were sent" in caplog.text
     stats = publisher.stats()
-    assert stats.dropped + stats.sent == 5000
+    assert stats.dropped + stats.sent == 1000
 
 
 async def test_cancelling_close_closes(nothing_left: None) -> None:
     publisher = ZmqEventPublisher(0, ANY, ANY, bind=True)
-    for n in range(5000):
+    for n in range(1000):
         publisher.publish(batch(n, 50))
     closing = asyncio.create_task(publisher.aclose(PATIENCE_S))
     await asyncio.sleep(0)
@@ -136,8 +136,6 @@ async def test_shutdown_sends_queued_batches(nothing_left: None) -> None:
     "options",
     [
         {"data_parallel_rank": -1},
-        {"endpoint": "tcp://nowhere"},
-        {"replay_endpoint": "x"},
         {"buffer_steps": -1},
         {"hwm": -1},
         {"max_queue_size": 0},
@@ -239,7 +237,7 @@ class TestWaitForRoom:
             for number in range(200):
                 await publisher.apublish(batch(first + number))
 
-        await within(asyncio.gather(*(publish(n * 200) for n in range(4))))
+        await asyncio.gather(*(publish(n * 200) for n in range(4)))
         await publisher.flush()
         assert publisher.stats().dropped == 0
         received = [item for item in await take(subscriber, 800) if isinstance(item, Received)]
@@ -262,7 +260,7 @@ class TestWaitForRoom:
         waiting[0].cancel()
         waiting[2].cancel()
         publisher._core.drain()
-        await within(asyncio.gather(*waiting, return_exceptions=True))
+        await asyncio.gather(*waiting, return_exceptions=True)
         await publisher.flush()
         assert publisher.stats().sent == publisher.stats().published == 3
         assert [task.cancelled() for task in waiting] == [True, False, True, False]
@@ -277,7 +275,7 @@ class TestWaitForRoom:
             await publisher.aclose()
         else:
             publisher.shutdown()
-        results = await within(asyncio.gather(*waiting, return_exceptions=True))
+        results = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(result) for result in results] == [PublisherClosed, PublisherClosed]
         assert publisher.stats().sent == publisher.stats().published == 1
         with pytest.raises(PublisherClosed):
