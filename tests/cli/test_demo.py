@@ -116,34 +116,23 @@ def test_piped_output_of_engines_fits_80_columns(start_demo):
 
 
 @pytest.mark.parametrize(
-    ("args", "complaint"),
+    ("args", "env", "complaint"),
     [
-        (["--readers", "0"], "aioshm: --readers must be at least 1"),
-        (["--readers", "-1"], "'--readers'"),
-        (["--remote", "65"], "'--remote'"),
-        (["--bogus"], "--bogus"),
+        (["--readers", "0"], {}, "aioshm: --readers must be at least 1"),
+        (["--readers", "-1"], {}, "'--readers'"),
+        (["--remote", "65"], {}, "'--remote'"),
+        (["--bogus"], {}, "--bogus"),
+        ([], {"AIOSHM_WAIT": "bogus"}, "bogus"),
+        ([], {"AIOSHM_RUNTIME_DIR": __file__, "AIOSHM_LIFELINE": "directory"}, __file__),
     ],
 )
-def test_bad_arguments_are_one_line(capsys, monkeypatch, args, complaint):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_bad_arguments_and_an_unusable_environment_are_one_line(capsys, monkeypatch, args, env, complaint):
+    for variable, value in {"COLUMNS": "200", **env}.items():
+        monkeypatch.setenv(variable, value)
     assert run(["demo", *args]) == 2
     err = capsys.readouterr().err
     assert err.startswith("aioshm: ")
     assert complaint in err
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [("AIOSHM_WAIT", "bogus"), ("AIOSHM_RUNTIME_DIR", __file__)],
-)
-def test_unusable_environment_is_one_line(capsys, monkeypatch, variable, value):
-    monkeypatch.setenv("AIOSHM_LIFELINE", "directory")
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv(variable, value)
-    assert run(["demo"]) == 2
-    err = capsys.readouterr().err
-    assert value in err
     assert err.count("\n") == 1
 
 

@@ -310,30 +310,26 @@ class TestWidth:
         names = ("queue", "end", "state", "lag", "command")
         ends: list[list[str | Text]] = [
             ["steps", "writer", Text("stopped", "bold red"), "7", "python a.py b"],
-            ["steps", "reader 0", Text("ok"), "12345", "python"],
-            ["other", "writer", Text("ok"), "0", "python-with-a-very-long-name"],
+            ["steps", "reader 0", "ok", "12345", "python"],
+            ["other", "writer", "ok", "0", "python-with-a-very-long-name"],
         ]
         rows = [dict(zip(names, end, strict=True)) for end in ends]
 
         def drawn(width: int) -> list[str]:
-            console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="standard")
+            console = Console(file=io.StringIO(), width=width)
             for line in tables.table(rows, width, head=True, tail=True):
                 console.print(line, soft_wrap=True)
             assert isinstance(console.file, io.StringIO)
             return console.file.getvalue().splitlines()
 
-        def plain(width: int) -> list[str]:
-            return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in drawn(width)]
-
-        assert "\x1b[1;31mstopped" in drawn(80)[2]
-        assert plain(80) == [
+        assert drawn(80) == [
             "queue  end       state      lag  command",
             "\u2500" * 61,
             "steps  writer    stopped      7  python a.py b",
             "steps  reader 0  ok       12345  python",
             "other  writer    ok           0  python-with-a-very-long-name",
         ]
-        assert plain(31) == [
+        assert drawn(31) == [
             "queue  end       state      lag",
             "\u2500" * 31,
             "steps  writer    stopped      7",
@@ -343,15 +339,14 @@ class TestWidth:
             "other  writer    ok           0",
             "  python-with-a-very-long-name",
         ]
-        assert plain(24)[2:6] == ["steps", "writer    stopped      7", "  python a.py b", "reader 0  ok       12345"]
-        assert plain(14)[4:6] == ["  python a.py", "  b"]
+        assert drawn(24)[2:6] == ["steps", "writer    stopped      7", "  python a.py b", "reader 0  ok       12345"]
+        assert drawn(14)[4:6] == ["  python a.py", "  b"]
 
 
 @pytest.mark.parametrize(
     ("form", "texts"),
     [
-        (tables.count, {0: "0", 999: "999", 9999: "9999", 12_345: "12.3k", 999_700: "1000k", 4_560_000: "4.56M"}),
-        (tables.count, {3e9: "3G"}),
+        (tables.count, {0: "0", 9999: "9999", 12_345: "12.3k", 999_700: "1000k", 4_560_000: "4.56M", 3e9: "3G"}),
         (tables.size, {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 5 << 30: "5.0 GiB"}),
         (tables.share, {None: "-", 0.123: "12%"}),
         (

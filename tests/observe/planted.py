@@ -22,20 +22,6 @@ async def write(name: str, readers: int) -> None:
             await asyncio.sleep(0.001)
 
 
-async def write_and_hang(name: str, readers: int) -> None:
-    async with MessageQueue(readers, readers, name=name) as mq:
-        await mq.wait_until_ready()
-        await mq.enqueue("the last one")
-        print("ready", flush=True)
-        await asyncio.to_thread(sys.stdin.readline)
-        write_for_ever()
-
-
-def write_for_ever() -> None:
-    print("wrong", flush=True)
-    time.sleep(1000)  # the line: writer
-
-
 async def flood(name: str, readers: int) -> None:
     async with MessageQueue(readers, readers, name=name) as mq:
         await mq.wait_until_ready()
@@ -78,7 +64,6 @@ def block_the_loop() -> None:
 
 ROLES = {
     "write": write,
-    "write and hang": write_and_hang,
     "flood": flood,
     "read": read,
     "read slowly": read_slowly,

@@ -73,15 +73,6 @@ class TestStalls:
         assert "took nothing in the last" in suspect.text
         check_line(suspect, "blocked")
 
-    def test_a_writer_that_hangs(self, planted: Planted) -> None:
-        writer, _ = planted.queue("write and hang", "read")
-        planted.go_wrong(writer)
-        suspect = culprit(planted, writer.pid)
-        assert (suspect.kind, suspect.side, suspect.rank) == ("writer blocked", "writer", -1)
-        assert "published nothing" in suspect.text
-        assert "nanosleep" in suspect.wait_channel
-        check_line(suspect, "writer")
-
 
 async def test_absent_reader_is_named_and_nothing_is_left_open() -> None:
     async with MessageQueue(2, 2, name="half") as writer, MessageQueue.attach("half", 1):
