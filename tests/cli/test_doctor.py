@@ -188,17 +188,12 @@ def test_wake_up_that_was_measured_under_load_is_called_so(capsys, monkeypatch, 
     assert (finding["verdict"], finding["advice"]) == (verdict, advice)
 
 
-@pytest.fixture
-def two_nodes(monkeypatch):
+def test_topology_is_shown_in_80_columns_and_in_json(capsys, monkeypatch):
     gib = 1 << 30
     nodes = {0: NumaNode(frozenset(range(4)), 16 * gib, 3 * gib // 2), 1: NumaNode(frozenset(range(4, 8)))}
     monkeypatch.setattr(doctor, "allowed_cpus", lambda: frozenset({0, 1, 2, 6}))
     monkeypatch.setattr(doctor, "sockets", lambda: {0: frozenset(range(8))})
     monkeypatch.setattr(doctor, "numa_nodes", lambda: nodes)
-
-
-@pytest.mark.usefixtures("two_nodes")
-def test_topology_is_shown_in_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     run(["doctor"])
     lines = capsys.readouterr().out.splitlines()
@@ -210,10 +205,6 @@ def test_topology_is_shown_in_80_columns(capsys, monkeypatch):
         "",
     ]
     assert max(map(len, lines)) <= 80
-
-
-@pytest.mark.usefixtures("two_nodes")
-def test_topology_is_in_json(capsys):
     assert examined(capsys)["topology"] == {
         "allowed_cpus": [0, 1, 2, 6],
         "sockets": {"0": [0, 1, 2, 3, 4, 5, 6, 7]},

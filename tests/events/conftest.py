@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -36,8 +37,8 @@ async def ends(nothing_left: None) -> AsyncIterator[Ends]:
 def raw() -> Iterator[Callable[..., Raw]]:
     made: list[Raw] = []
 
-    def make(kind: int, endpoint: str, hwm: int = 1000) -> Raw:
-        made.append(Raw(kind, endpoint, hwm))
+    def make(*arguments: Any, **options: Any) -> Raw:
+        made.append(Raw(*arguments, **options))
         return made[-1]
 
     yield make

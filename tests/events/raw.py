@@ -14,13 +14,29 @@ from aioshm.zeromq.endpoint import attach, open_socket
 class Raw:
     """A plain ZeroMQ socket, as any other consumer has it; waits without blocking the loop."""
 
-    def __init__(self, kind: int, endpoint: str, hwm: int = 1000) -> None:
+    def __init__(self, kind: int, endpoint: str, hwm: int = 1000, *, bind: bool = False) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
         self.socket.set_hwm(hwm)
         self.socket.linger = 0
         if kind == zmq.SUB:
             self.socket.subscribe(b"")
-        self.socket.connect(endpoint)
+        if bind:
+            self.socket.bind(endpoint)
+        else:
+            self.socket.connect(endpoint)
+
+    @property
+    def endpoint(self) -> str:
+        return self.socket.last_endpoint.rstrip(b"\0").decode()
+
+    async def send_and_be_disconnected(self, *frames: bytes) -> None:
+        monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            self.socket.send_multipart(frames)
+            await until(lambda: bool(monitor.poll(0)), "the end of the connection")
+        finally:
+            self.socket.disable_monitor()
+            monitor.close()
 
     async def receive(self) -> list[bytes]:
         await until(lambda: bool(self.socket.poll(0)))

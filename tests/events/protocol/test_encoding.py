@@ -120,13 +120,6 @@ def test_malformed_batch_raises(payload: bytes) -> None:
         BatchDecoder().decode(payload)
 
 
-@given(st.binary(max_size=200))
-@settings(max_examples=examples(200), deadline=None)
-def test_garbage_is_refused_or_understood(payload: bytes) -> None:
-    with suppress(CodecError):
-        BatchDecoder().decode(payload)
-
-
 JSONISH = st.recursive(
     st.none()
     | st.booleans()
@@ -143,7 +136,7 @@ TAGGED = st.builds(
 
 
 @given(st.lists(JSONISH | TAGGED, max_size=4), st.binary(max_size=3), st.integers(0, 100))
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_wellformed_nonsense_never_loses_the_good_events(events: list[Any], tail: bytes, cut: int) -> None:
     good = ["BlockRemoved", [77], "GPU"]
     whole = pack([1.0, [*events, good], 0])

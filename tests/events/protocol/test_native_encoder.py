@@ -70,7 +70,7 @@ def test_known_events(events: list[Any], ts: float, rank: int | None) -> None:
 
 
 @given(values=st.lists(JSONISH, min_size=15, max_size=15))
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_fields_of_any_type(values: list[Any]) -> None:
     check(EventBatch(1.0, [BlockStored(*values), BlockRemoved(*values[:5])]))
 

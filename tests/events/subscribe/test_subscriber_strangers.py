@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import zmq
 from support import until
 
@@ -20,29 +18,13 @@ from aioshm.events.protocol.encoding import BatchEncoder
 from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery
 
 
-@pytest_asyncio.fixture
-async def stranger() -> AsyncIterator[Any]:
-    made: list[zmq.Socket[bytes]] = []
-
-    def make(kind: int, endpoint: str, *, bind: bool = False) -> zmq.Socket[bytes]:
-        one: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-        one.linger = 0
-        made.append(one)
-        one.bind(endpoint) if bind else one.connect(endpoint)
-        return one
-
-    yield make
-    for one in made:
-        one.close()
-
-
 async def test_garbage_from_strangers_is_counted_and_named(
-    nothing_left: None, stranger: Any, caplog: pytest.LogCaptureFixture
+    nothing_left: None, raw: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with EventSubscriber("tcp://127.0.0.1:0", bind=True) as subscriber:
         (endpoint,) = subscriber.endpoints
         publisher = ZmqEventPublisher(0, endpoint, bind=False)
-        bad = stranger(zmq.PUB, endpoint)
+        bad = raw(zmq.PUB, endpoint).socket
         good = BatchEncoder().encode(batch(0), 0)
         junk = [
             [b""],
@@ -91,13 +73,13 @@ GARBAGE = [[b"x"], [b"", b"y", b"z"], [b"", b"", wire.pack_seq(1), b"\xc1"], [b"
 
 @pytest.mark.parametrize("answer", [[], GARBAGE], ids=["nothing", "garbage"])
 async def test_gap_is_lost_if_the_replay_port_answers_nothing_of_use(
-    ends: Ends, stranger: Any, answer: list[list[bytes]]
+    ends: Ends, raw: Any, answer: list[list[bytes]]
 ) -> None:
     publisher = ends.publisher(replay=None)
-    router = stranger(zmq.ROUTER, ANY, bind=True)
-    replay = router.last_endpoint.rstrip(b"\0").decode()
+    replay = raw(zmq.ROUTER, ANY, bind=True)
+    router = replay.socket
     async with EventSubscriber(
-        publisher.endpoint, replay, start="live", replay_timeout=0.05, check_interval=None
+        publisher.endpoint, replay.endpoint, start="live", replay_timeout=0.05, check_interval=None
     ) as subscriber:
         await publish_until_delivery(publisher, subscriber)
         publisher.publish(EventBatch(0.0, [object()]))  # type: ignore[list-item]  # leaves a hole
@@ -111,23 +93,17 @@ async def test_gap_is_lost_if_the_replay_port_answers_nothing_of_use(
                         router.send_multipart([identity, *frames])
                 with suppress(TimeoutError):
                     items.append(await subscriber.receive(0.001))
-        assert f"{replay} did not answer" in items[-1].reason
+        assert f"{replay.endpoint} did not answer" in items[-1].reason
         assert subscriber.stats().replay_failures > 0
         assert (subscriber.stats().garbage > 0) is bool(answer)
 
 
-async def test_peer_with_a_too_large_payload_is_disconnected(nothing_left: None, stranger: Any) -> None:
+async def test_peer_with_a_too_large_payload_is_disconnected(nothing_left: None, raw: Any) -> None:
     async with EventSubscriber("tcp://127.0.0.1:0", start="live", bind=True, max_payload_bytes=10_000) as subscriber:
         (endpoint,) = subscriber.endpoints
-        bad = stranger(zmq.XPUB, endpoint)
-        monitor = bad.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        try:
-            await until(lambda: bad.poll(0), "its subscription")
-            bad.send_multipart([b"", wire.pack_seq(0), bytes(20_000)])
-            await until(lambda: monitor.poll(0), "the end of its connection")
-        finally:
-            bad.disable_monitor()
-            monitor.close()
+        bad = raw(zmq.XPUB, endpoint)
+        await until(lambda: bad.socket.poll(0), "its subscription")
+        await bad.send_and_be_disconnected(b"", wire.pack_seq(0), bytes(20_000))
         async with ZmqEventPublisher(0, endpoint) as publisher:
             assert isinstance(await publish_until_delivery(publisher, subscriber), Received)
 
