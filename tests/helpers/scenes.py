@@ -63,15 +63,6 @@ async def close(ends: list[Any]) -> None:
             end.shutdown()
 
 
-class Scene:
-    """Ends of one kind."""
-
-    async def make(self, ends: list[Any], within_s: float) -> None: ...
-
-    async def use(self, ends: list[Any], within_s: float) -> None:
-        raise NotImplementedError
-
-
 def new_writer(api: Any, remote: bool, overflow: Any = "segments") -> Any:
     return api(
         1,
@@ -84,7 +75,7 @@ def new_writer(api: Any, remote: bool, overflow: Any = "segments") -> Any:
     )
 
 
-class Queue(Scene):
+class Queue:
     """A writer and its reader."""
 
     def __init__(self, *, remote: bool = False, overflow: str = "segments") -> None:
@@ -107,7 +98,7 @@ class Queue(Scene):
             assert await reader.dequeue(within_s) == message
 
 
-class BlockingQueue(Scene):
+class BlockingQueue:
     """The same for threads."""
 
     def __init__(self, *, remote: bool = False) -> None:
@@ -134,7 +125,7 @@ class BlockingQueue(Scene):
         assert received == [*MESSAGES]
 
 
-class Events(Scene):
+class Events:
     """A publisher and a subscriber."""
 
     def __init__(self, publisher: Any) -> None:
@@ -201,7 +192,7 @@ class Serving:
             await asyncio.gather(self.task, return_exceptions=True)
 
 
-class Engine(Scene):
+class Engine:
     """A front end and its engine."""
 
     async def make(self, ends: list[Any], within_s: float) -> None:
@@ -235,7 +226,7 @@ class Worker:
         return self.rank
 
 
-class Workers(Scene):
+class Workers:
     """A worker group, and engine processes."""
 
     async def make(self, ends: list[Any], within_s: float) -> None:
@@ -249,7 +240,7 @@ class Workers(Scene):
         assert not ends[1].finished_procs()
 
 
-SCENES: dict[str, Scene] = {
+SCENES: dict[str, Any] = {
     "local": Queue(),
     "overflow-zmq": Queue(overflow="zmq"),
     "remote": Queue(remote=True),

@@ -206,7 +206,7 @@ async def test_newcomer_is_refused_where_the_reader_that_has_the_rank_does_not_a
 
 
 KILLS = 4
-WINDOW = 200  # of the writer in places_child.py
+WINDOW = 200  # of the writer in remote_child.py
 MOST_BETWEEN = 40
 
 
@@ -214,8 +214,8 @@ def test_readers_killed_and_replaced_under_traffic_lose_one_message_each_at_most
     chance = random.Random(KILLS)
     stop = tmp_path / "stop"
     with two_hosts() as hosts:
-        arguments = ["write", hosts.addresses[0], "1.0", "hold", str(stop)]
-        command = [*hosts.enter(0), sys.executable, "-W", "error", str(HELPERS / "places_child.py"), *arguments]
+        arguments = ["bereaved", hosts.addresses[0], "1.0", "hold", str(stop)]
+        command = [*hosts.enter(0), sys.executable, "-W", "error", str(HELPERS / "remote_child.py"), *arguments]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             try:
                 assert writer.stdout is not None
