@@ -9,7 +9,7 @@ import pytest
 from pairs import attached
 
 from aioshm import merge
-from aioshm.wait import cpus as cpus_module
+from aioshm.wait import poller as poller_module
 
 pytestmark = pytest.mark.one_loop
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.one_loop
 def crowded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Let the ends of this process seem to be in three, which have two CPUs, or three."""
     cpus, crowded = request.param
-    monkeypatch.setattr(cpus_module, "_apart", lambda _: True)
-    monkeypatch.setattr(cpus_module, "usable_cpus", lambda **_: cpus)
+    monkeypatch.setattr(poller_module, "_apart", lambda _: True)
+    monkeypatch.setattr(poller_module, "usable_cpus", lambda **_: cpus)
     return bool(crowded)
 
 
@@ -34,7 +34,7 @@ async def test_a_spin_of_either_end_hands_its_cpu_on(crowded: bool) -> None:
 
 
 async def test_so_does_that_of_a_merge(crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpus_module, "usable_cpus", lambda **_: 1 if crowded else 2)  # both writers are one process
+    monkeypatch.setattr(poller_module, "usable_cpus", lambda **_: 1 if crowded else 2)  # both writers are one process
     async with AsyncExitStack() as stack:
         pairs = [await stack.enter_async_context(attached(1, wait="park")) for _ in range(2)]
         merged = await stack.enter_async_context(merge({rank: readers[0] for rank, (_, readers) in enumerate(pairs)}))
