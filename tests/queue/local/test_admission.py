@@ -195,33 +195,6 @@ class TestAReaderThatDies:
                 await check(writer, reader)
 
 
-@pytest.mark.slow
-@pytest.mark.one_loop
-@pytest.mark.parametrize("remote", [0, 1], ids=["local", "remote"])
-async def test_readers_killed_at_any_moment_leave_their_place_free(remote: int) -> None:
-    async with wide_writer(1 - remote, remote, remote_timeout=2) as writer:
-        handle = writer.export_handle()
-        with suppress(TimeoutError):
-            await writer.wait_until_ready(0)
-        pids, heard = set(), []
-        for step in range(10):
-            async with child("sleep_before_attaching" if step % 2 else "collect", handle.to_json(), "0") as victim:
-                pids.add(victim.pid)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(0.25 + step * 0.08):
-                        await until(lambda pid=victim.pid: pid_of(writer, 0) == pid, "admission")
-                await asyncio.sleep(step % 5 * 0.002)
-                victim.signal(signal.SIGKILL)
-                await victim.end()
-        async with MessageQueue.create_from_handle(handle, 0) as reader:
-            try:
-                await check(writer, reader)
-            except PeerDied as error:
-                heard.append(error.pid)
-                await check(writer, reader)
-        assert pids.issuperset(heard)
-
-
 def test_a_reader_that_is_forgotten_leaves_its_place_free() -> None:
     """Its loop has ended, and nobody has closed it."""
 

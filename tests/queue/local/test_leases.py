@@ -114,19 +114,6 @@ async def test_the_slot_is_held_as_long_as_the_block_lasts() -> None:
             assert await reader.dequeue_many(5, 5) == ["second", "third"]
 
 
-async def test_a_block_that_raises_releases() -> None:
-    async with attached(1, chunks=1, chunk=1 << 20) as (writer, (reader,)):
-        for size in (10, 2000, LARGE):
-            await writer.enqueue(np.zeros(size, np.uint8))
-            error = ZeroDivisionError("mine")
-            with pytest.raises(ZeroDivisionError) as caught:
-                async with reader.lease(5):
-                    raise error
-            assert caught.value is error
-            await writer.enqueue("next", 5)
-            assert await reader.dequeue(5) == "next"
-
-
 async def test_random_cancellations() -> None:
     rng = random.Random(3)
     async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):

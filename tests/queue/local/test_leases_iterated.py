@@ -13,7 +13,7 @@ from faces import Thread, pair
 from pairs import attached
 from support import until
 
-from aioshm import CodecError, EndClosed, MessageQueue, QueueEmpty, RoleError, blocking
+from aioshm import EndClosed, MessageQueue, QueueEmpty, RoleError, blocking
 
 LARGE = 600_000
 """More than `leases.VIEW_BYTES`."""
@@ -115,24 +115,6 @@ async def test_cancelled_it_loses_nothing() -> None:
                 assert waiting.result() == number
         await its.aclose()
         assert reader.stats().backlog == 0
-
-
-class Undecodable:
-    """What no reader can make of bytes."""
-
-    def __reduce__(self) -> Any:
-        return int, ("no number",)
-
-
-async def test_what_cannot_be_decoded_is_passed_over() -> None:
-    async with attached(chunks=4) as (writer, [reader]):
-        await writer.enqueue_many(["first", Undecodable(), "third"])
-        its = reader.leases()
-        assert await anext(its) == "first"
-        with pytest.raises(CodecError):
-            await anext(its)
-        assert await anext(its) == "third"
-        await its.aclose()
 
 
 async def test_a_loop_that_another_thread_lets_go_of() -> None:

@@ -137,14 +137,21 @@ async def test_reader_with_history_that_attaches_during_a_loan_gets_no_overwritt
 
 @pytest.mark.usefixtures("long_respite")
 @pytest.mark.parametrize("size", [600_000, 2_000_000], ids=["chunk", "segment"])
-async def test_arrays_whose_names_outlive_their_blocks_cost_no_copy(size: int) -> None:
+@pytest.mark.parametrize("moves", [True, False], ids=["moved", "cannot be moved"])
+async def test_arrays_whose_names_outlive_their_blocks_show_zeros_and_cost_no_copy(
+    size: int, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not moves:
+        monkeypatch.setattr("aioshm.ring.window._moves_pages", False)
     async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
         for number in range(6):
             async with writer.loan(size, "uint8") as array:
                 _fill(array, number)
+            assert _is(array, 0, size)
             array[0] = 9
             async with writer.loan(size, "uint8", "torch") as tensor:
                 _fill(tensor, number)
+            assert _is(tensor, 0, size)
             tensor[0] = 9
             for _ in range(2):
                 async with reader.lease(5) as received:
@@ -435,19 +442,3 @@ async def test_a_writer_killed_inside_of_a_block(size: int) -> None:
             assert _is(await reader.dequeue(10), 1, size), "what was sent before is whole"
             with pytest.raises(PeerDied):
                 await reader.dequeue(10)
-
-
-@pytest.mark.parametrize("move", ["moved", "cannot be moved"])
-@LIKE
-async def test_kept_arrays_of_large_loans_show_zeros(like: Any, move: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if move == "cannot be moved":
-        monkeypatch.setattr("aioshm.ring.window._moves_pages", False)
-    async with attached(chunk=CHUNK, chunks=2) as (writer, (reader,)):
-        for size in (600_000, 2_000_000) * 3:
-            async with writer.loan(size, "uint8", like) as array:
-                _fill(array, 7)
-            assert _is(array, 0, size)
-            array[:] = 9
-            assert _is(await reader.dequeue(5), 7, size)
-            assert _is(array, 9, size)
-        assert writer.stats().copied_bytes < 6 * 400

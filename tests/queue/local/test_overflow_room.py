@@ -11,7 +11,7 @@ import pytest
 from overflowing import withhold
 from pairs import attached
 
-from aioshm import MessageQueue, OutOfDescriptors, QueueClosed
+from aioshm import MessageQueue, OutOfDescriptors
 
 LARGE = [bytes([number]) * (50_000 + number) for number in range(3)]
 
@@ -65,15 +65,3 @@ async def test_a_reader_that_waits_already() -> None:
             with pytest.raises(OutOfDescriptors):
                 await waiting
         assert [await reader.dequeue(5) for _ in LARGE] == LARGE
-
-
-async def test_the_writer_may_close_meanwhile() -> None:
-    async with withheld() as (writer, reader, hand_over):
-        with starving():
-            hand_over()
-            await writer.aclose()
-            with pytest.raises(OutOfDescriptors):
-                await reader.dequeue(20)
-        assert [await reader.dequeue(5) for _ in LARGE] == LARGE
-        with pytest.raises(QueueClosed):
-            await reader.dequeue(5)

@@ -29,24 +29,6 @@ def subscription_of(reader: Any) -> Any:
 
 
 class TestSubscribing:
-    async def test_a_connection_that_was_lost_is_made_good(self) -> None:
-        async with attached(2, overflow="zmq") as (writer, readers):
-            for number in b"123":
-                await writer.enqueue(bytes([number]) * BIG)
-            assert await readers[0].dequeue(5) == b"1" * BIG
-            subscription: Any = subscription_of(readers[0])
-            while len(subscription._arrived) < 2:
-                await asyncio.sleep(0.001)
-            sub = subscription._subscriber._socket
-            endpoint = sub.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
-            sub.disconnect(endpoint)
-            subscription._arrived.clear()
-            with pytest.raises(TimeoutError, match="the body of message 1"):
-                await readers[0].dequeue(0.01)
-            sub.connect(endpoint)
-            assert [await readers[0].dequeue(5) for _ in range(2)] == [b"2" * BIG, b"3" * BIG]
-            assert [await readers[1].dequeue(5) for _ in range(3)] == [b"1" * BIG, b"2" * BIG, b"3" * BIG]
-
     async def test_who_does_not_know_the_secret_gets_nothing(self) -> None:
         async with attached(overflow="zmq") as (writer, (reader,)):
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import mmap
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 from children import child
@@ -16,50 +13,11 @@ from loops import open_fds
 from pairs import attached
 
 from aioshm import MessageQueue, Options
-from aioshm.errors import RoleError
-from aioshm.ring import ShmRingBuffer
-from aioshm.ring.mapping import address_of
 
 pytestmark = pytest.mark.one_loop
 
 BACKINGS = pytest.mark.parametrize("backing", ["memfd", "named"])
 BIG = bytes(range(256)) * 200
-
-
-def ring_of(end: Any) -> ShmRingBuffer:
-    ring: ShmRingBuffer = end.end.ring.buffer if hasattr(end.end, "ring") else end.end.source.buffer
-    return ring
-
-
-def permissions(ring: ShmRingBuffer, offset: int, length: int) -> set[str]:
-    """Return the permissions of all mappings that have a part in a range of a ring."""
-    assert ring._segment is not None
-    start = address_of(ring._segment._map) + offset
-    found = set()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, flags, _ = line.split(maxsplit=2)
-        begin, end = (int(text, 16) for text in addresses.split("-"))
-        if begin < start + length and start < end:
-            found.add(flags)
-    return found
-
-
-@BACKINGS
-async def test_the_slots_are_read_only_in_readers_and_nothing_else_is(backing: str) -> None:
-    async with attached(2, backing=backing) as (writer, readers):
-        sizes = ring_of(writer).layout
-        bodies = sizes.header_bytes, sizes.metadata_offset - sizes.header_bytes
-        for reader in readers:
-            ring = ring_of(reader)
-            assert permissions(ring, *bodies) == {"r--s"}
-            assert permissions(ring, 0, sizes.header_bytes) == {"rw-s"}
-            assert permissions(ring, sizes.metadata_offset, sizes.slots * sizes.flag_bytes) == {"rw-s"}
-            slots = reader.end.source.ring.slots  # type: ignore[attr-defined]
-            for slot in map(slots.__getitem__, slots):
-                assert (slot.header.readonly, slot.body.readonly, slot.flags.readonly) == (True, True, False)
-            with pytest.raises(RoleError, match="mapped for reading"):
-                ring.writer()
-        assert permissions(ring_of(writer), 0, sizes.total_bytes) == {"rw-s"}
 
 
 @BACKINGS
@@ -88,20 +46,6 @@ async def test_a_reader_that_writes_there_ends_itself_and_no_other_sees_a_change
             assert await reader.dequeue(10) == message
             await writer.enqueue("and it goes on")
             assert await reader.dequeue(10) == "and it goes on"
-
-
-async def test_what_readers_are_passed_of_an_overflow_segment_only_reads() -> None:
-    async with attached(1, chunk=4096) as (writer, (reader,)):
-        await writer.enqueue(BIG)
-        assert await reader.dequeue(5) == BIG
-        (segment,) = writer.end.ring.overflow.segments  # type: ignore[attr-defined]
-        for fd in (segment.passed_fd, reader.end.source.overflow.segments[0].fd):  # type: ignore[attr-defined]
-            assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-            with pytest.raises(PermissionError):
-                mmap.mmap(fd, 4096)
-        await writer.enqueue(BIG * 10)  # it grows
-        assert await reader.dequeue(5) == BIG * 10
-        assert len(writer.end.ring.overflow.segments) == 1  # type: ignore[attr-defined]
 
 
 async def test_every_memfd_of_a_queue_is_sealed_against_shrinking() -> None:
