@@ -16,28 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from aioshm import Options, QueueClosed, QueueEmpty, QueueFull, register_codec
+from aioshm import Options, QueueClosed, QueueEmpty, QueueFull
 from aioshm.blocking import MessageQueue, merge
 from aioshm.codec import get_codec
 
 
 class Alarm(Exception):
     pass
-
-
-class Slow:
-    """A codec in Python: signals come while it works."""
-
-    name, code = "slow", 99
-
-    def encode(self, obj: Any) -> bytes:
-        return bytes(int(digit) for digit in obj)
-
-    def decode(self, main: Any, buffers: Any) -> Any:
-        return bytes(byte for byte in bytes(main))
-
-
-register_codec("slow", Slow)
 
 
 wide = False
@@ -49,13 +34,13 @@ def message(number: int, codec: str) -> Any:
     size = 9000 if number % 29 == 7 else number % 40
     if wide:
         size = 200_000 if number % 29 == 7 else 65_536
-    if codec in ("raw", "slow"):
+    if codec == "raw":
         return head + bytes(size)
     return {"n": number, "body": bytes(size), **({"a": np.full(300, number % 100)} if number % 5 == 0 else {})}
 
 
 def number_of(obj: Any, codec: str) -> int:
-    if codec in ("raw", "slow"):
+    if codec == "raw":
         return int(bytes(obj[:8]))
     assert obj["body"] == bytes(len(obj["body"]))
     if "a" in obj:
@@ -203,7 +188,7 @@ def reading(reader: MessageQueue, codec: str, over: threading.Event) -> int:
         if batch is None and obj is not None:
             batch = [obj]
         for each in batch or ():
-            if kind != "read" or codec in ("raw", "slow"):
+            if kind != "read" or codec == "raw":
                 number = number_of(each, codec)
                 assert number == expected, f"{number} came instead of {expected} ({kind})"
             expected += 1

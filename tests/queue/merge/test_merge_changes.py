@@ -13,11 +13,10 @@ import pytest
 from children import child
 from faces import Thread
 from faces import child as blocking_child
-from merging import BIG, all_asleep, asleep, blocking_queues, poller_of, queues, take
-from support import eventually, until
+from merging import BIG, all_asleep, asleep, blocking_queues, queues, take
+from support import eventually
 
 from aioshm import CodecError, EndClosed, MessageQueue, PeerDied, QueueRestarted, RoleError, blocking, merge
-from aioshm.queue.local.source import RingSource
 from aioshm.queue.merge import Merged
 
 
@@ -174,31 +173,6 @@ class TestErrors:
                     await writers[0].enqueue("steady", 20)
                     assert await anext(merged) == (0, "steady")
             assert merged.failed == {}
-
-    async def test_a_reader_that_a_task_reconnects_meanwhile_disturbs_nobody(self) -> None:
-        def make() -> MessageQueue:
-            return MessageQueue(1, 1, name="merged-meanwhile", max_chunk_bytes=4096, max_chunks=4)
-
-        async with queues(1, ready=False) as (writers, readers):
-            async with MessageQueue.attach("merged-meanwhile", 0, reconnect=True) as reader:
-                merged = merge({**readers, 5: reader})
-                async with make() as writer:
-                    sending = asyncio.ensure_future(writer.enqueue("first", 20))
-                    assert await anext(merged) == (5, "first")
-                    await sending
-                    direct = asyncio.ensure_future(reader.dequeue(20))
-                    await asyncio.sleep(0)
-                    waiting = await asleep(merged)
-                async with make() as writer:  # admits nobody yet
-                    await until(lambda: isinstance(reader.end.source, RingSource), "the next writer")  # type: ignore[union-attr]
-                    poller = poller_of(merged)
-                    await writers[0].wait_until_ready(20)
-                    await until(lambda: merged._shared.poller not in (None, poller) or waiting.done(), "a new sleep")
-                    await writers[0].enqueue("on", 20)
-                    assert await waiting == (0, "on")
-                    await writer.wait_until_ready(20)
-                    with pytest.raises(QueueRestarted):
-                        await direct
 
 
 class Bomb:
