@@ -127,12 +127,6 @@ class TestShapes:
         if dtype != "O":
             check_both_ways(carry, MSGPACK, source)
 
-    def test_scalars(self, carry: Carry) -> None:
-        for source in (np.float32(1.5), np.int64(3), np.datetime64("2024-02-29"), np.bool_(True)):
-            result = carry(PICKLE, source)
-            assert type(result) is type(source)
-            assert result == source
-
     @given(
         st.sampled_from(["i1", "f4", "c16", "M8[s]", ">u2"]),
         st.lists(st.integers(0, 9), max_size=4),

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from tensor_helpers import CARRIER, bits, check_equal, filled
 
 from aioshm.codec import Codec, get_codec
-from aioshm.codec.base import OUT_OF_BAND_BYTES
 
 Carry = Callable[[Codec, Any], Any]
 PICKLE = get_codec("pickle")
 MSGPACK = get_codec("msgpack")
 both_codecs: Any = pytest.mark.parametrize("codec", [PICKLE, MSGPACK], ids=["pickle", "msgpack"])
-SMALL, LARGE = 24, 9600  # elements
+SMALL, LARGE = 24, 4800  # elements
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)} - QUANTIZED, key=str)
 
@@ -51,7 +50,7 @@ class TestValues:
             check_both_ways(carry, codec, source)
 
     @both_codecs
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize(
         "view",
         [
@@ -198,12 +197,6 @@ def test_cuda(carry: Carry, codec: Codec) -> None:
 
 
 class TestHowTheyTravel:
-    def test_small_ones_inside_of_other_objects_are_in_the_stream(self) -> None:
-        assert len(encode(PICKLE, [torch.zeros(OUT_OF_BAND_BYTES, dtype=torch.uint8)])[1]) == 1
-        main, buffers = encode(PICKLE, [torch.zeros(OUT_OF_BAND_BYTES - 1, dtype=torch.uint8)])
-        assert buffers == ()
-        assert len(main) < OUT_OF_BAND_BYTES + 200
-
     def test_slice_encodes_only_its_own_elements(self) -> None:
         main, [buffer] = encode(PICKLE, torch.zeros(10_000_000)[5:10])
         assert buffer.nbytes == 20

@@ -14,7 +14,7 @@ from tools.fuzz.targets.ring import slots
 
 @pytest.mark.skipif(NATIVE is None, reason="the native core was not built")
 @given(st.binary(min_size=100, max_size=600))
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_calls_on_any_garbage(data: bytes) -> None:
     slots(data)
 
