@@ -354,16 +354,12 @@ class TestLife:
             EngineClient(EngineZmqAddresses([path], ["tcp://256.0.0.1:1"]), 1).open()
         assert not Path(path.removeprefix("ipc://")).exists()
 
-    @pytest.mark.parametrize("by", ["the addresses", "an engine"])
-    async def test_a_coordinator_that_cannot_be(self, by: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_a_coordinator_that_cannot_be(self, caplog: pytest.LogCaptureFixture) -> None:
         class Passing(Engine):
             def initialize(self, metadata: Any) -> dict[str, Any]:
-                return {"dp_stats_address": "tcp://nowhere"} if by == "an engine" else {}
+                return {"dp_stats_address": "tcp://nowhere"}
 
-        addresses = here_and_there()
-        if by == "the addresses":
-            addresses.frontend_stats_publish_address = "tcp://nowhere"
-        async with served(Passing(), addresses=addresses) as serving:
+        async with served(Passing()) as serving:
             assert len(await collected(serving.client.submit(ask("a")))) == 3
             assert "cannot connect to tcp://nowhere" in caplog.text
 

@@ -9,13 +9,12 @@ import msgspec
 import pytest
 import zmq
 from peers import BareEngine
-from served_engine import Engine, Gated, ask, clients_of, collected, here_and_there, served, until
+from served_engine import Engine, ask, clients_of, collected, here_and_there, served, until
 
 from aioshm.engine import EngineClient
 from aioshm.engine.client import requests
-from aioshm.engine.core.sockets import FrontEnd
 from aioshm.engine.protocol.messages import MarkedOutputs, mark, pop_mark
-from aioshm.errors import EngineDead, RequestAborted
+from aioshm.errors import RequestAborted
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
@@ -100,31 +99,6 @@ async def test_request_of_a_restarted_front_end_replaces_that_of_its_life_before
         await until(lambda: engine.given.get("a"))
         assert [output["token"] for output in await collected(client.submit(ask("a", 3)))] == [0, 1, 2]
         assert engine.aborted == ["a"]
-
-
-async def test_output_for_a_connection_that_has_ended_reaches_no_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine ends the connection: nothing public does so during a step."""
-    front_ends: list[FrontEnd] = []
-    register = FrontEnd.register
-
-    def registered(front_end: FrontEnd) -> None:
-        front_ends.append(front_end)
-        register(front_end)
-
-    monkeypatch.setattr(FrontEnd, "register", registered)
-    engine = Gated()
-    async with served(engine, on_engine_death="continue") as serving:
-        client = serving.client
-        former = client.submit(ask("a", None))
-        await until(lambda: engine.inside)
-        front_ends[0]._lose()
-        await until(lambda: client.deaths)
-        engine.gate.set()
-        await until(lambda: not client.deaths)  # the engine is back
-        later = client.submit(ask("a", 3))
-        assert [output["token"] for output in await collected(later)] == [0, 1, 2]
-        with pytest.raises(EngineDead):
-            await anext(former)
 
 
 class Remote(BareEngine):

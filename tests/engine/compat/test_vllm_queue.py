@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import multiprocessing
-import os
 import pickle
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from members import meet
 from support import eventually
 from vllm_signatures import SIGNATURES
 
-from aioshm import HandleError, PeerDied, QueueClosed
+from aioshm import HandleError, QueueClosed
 from aioshm.engine.compat.vllm import MAX_SPIN_CPU, Handle, MessageQueue, signatures
 
 LOCALHOST = "127.0.0.1"
@@ -101,24 +99,6 @@ class TestInterface:
 
 
 class TestMessages:
-    def test_all_readers_get_all_of_every_size(self, submit: Submit) -> None:
-        sent = [
-            {"step": 1},
-            np.arange(50_000),
-            torch.arange(40_000, dtype=torch.bfloat16),
-            bytes(300_000),
-            ("execute_model", (), {}, None),
-        ]
-        with attached(2, enable_shm_tensor_arena=True) as (writer, readers):
-            receiving = [submit(lambda end: [end.dequeue(WITHIN_S) for _ in sent], reader) for reader in readers]
-            for message in sent:
-                writer.enqueue(message, WITHIN_S)
-            for each in receiving:
-                got = each.result(WITHIN_S)
-                assert (got[0], got[3], got[4]) == (sent[0], sent[3], sent[4])
-                assert np.array_equal(got[1], sent[1])
-                assert torch.equal(got[2], sent[2])
-
     def test_raw_slots_and_broadcasts(self) -> None:
         with attached() as (writer, [reader]):
             with writer.acquire_write(WITHIN_S) as chunk:
@@ -182,14 +162,6 @@ class TestShutdown:
             with pytest.raises(RuntimeError, match="cancel"):
                 waiting.result(WITHIN_S)
 
-    def test_reader_learns_that_the_writer_closed(self) -> None:
-        with attached() as (writer, [reader]):
-            writer.enqueue("last")
-            writer.shutdown()
-            assert reader.dequeue() == "last"
-            with pytest.raises(QueueClosed, match="closed"):
-                reader.dequeue()
-
     def test_dropped_end_closes_itself(self) -> None:
         writer = MessageQueue(1, 1)
         with ended(MessageQueue.create_from_handle(writer.export_handle(), 0)) as [reader]:
@@ -242,37 +214,15 @@ def test_remote_readers(n_local: int, ranks: list[int]) -> None:
                 assert reader.dequeue(WITHIN_S).tolist() == list(range(9))
 
 
-class Group:
-    """A process group whose ranks are threads, with the methods of vLLM's ``StatelessProcessGroup``."""
-
-    def __init__(self, rank: int, table: list[Any], barrier: threading.Barrier) -> None:
-        self.rank = rank
-        self.world_size = len(table)
-        self._table = table
-        self._barrier = barrier
-
-    def all_gather_obj(self, obj: Any) -> list[Any]:
-        self._table[self.rank] = pickle.dumps(obj)
-        self._barrier.wait(WITHIN_S)
-        everybody = [pickle.loads(sent) for sent in self._table]
-        self._barrier.wait(WITHIN_S)
-        return everybody
-
-    def broadcast_obj(self, obj: Any, src: int) -> Any:
-        return self.all_gather_obj(obj)[src]
-
-
-def meet(world_size: int, member: Callable[[Any], Any]) -> list[Any]:
-    """Run a function for each rank of a group; return what each has returned."""
-    table = [None] * world_size
-    barrier = threading.Barrier(world_size)
+def each_rank(world_size: int, member: Callable[[Any], Any]) -> list[Any]:
+    """Run a function for each rank of a group; return its results."""
     with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(lambda rank: member(Group(rank, table, barrier)), range(world_size)))
+        return list(pool.map(member, meet(world_size)))
 
 
 class TestProcessGroups:
     def test_from_one_to_all_others(self) -> None:
-        queues = meet(3, lambda group: MessageQueue.create_from_process_group(group, 1 << 16, 6, writer_rank=1))
+        queues = each_rank(3, lambda group: MessageQueue.create_from_process_group(group, 1 << 16, 6, writer_rank=1))
         with ended(*queues) as [first, writer, third]:
             assert [queue._is_writer for queue in queues] == [False, True, False]
             writer.broadcast_object("news")
@@ -287,13 +237,13 @@ class TestProcessGroups:
                     group, 1 << 16, 6, external_writer_handle=external, blocking=False
                 )
 
-            with ended(*meet(2, member)) as readers:
+            with ended(*each_rank(2, member)) as readers:
                 ready(writer, *readers)
                 writer.enqueue("from outside")
                 assert [reader.dequeue(WITHIN_S) for reader in readers] == ["from outside"] * 2
 
     def test_from_all_to_one(self) -> None:
-        made = meet(
+        made = each_rank(
             2, lambda group: MessageQueue.create_from_process_group_single_reader(group, 1 << 16, 6, reader_rank=1)
         )
         with ended(*(queue for queue, _ in made)) as writers:
@@ -317,9 +267,8 @@ def _echo(handle: Handle, pipe: Any) -> None:
         answers.enqueue(message)
 
 
-@pytest.fixture
-def worker() -> Iterator[tuple[Any, MessageQueue, MessageQueue]]:
-    """Give a worker process, the queue to it and the queue of its answers, as vLLM's executor makes them."""
+def test_worker_process_answers_until_it_ends() -> None:
+    """With the queues that vLLM's executor makes."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     with closing(ours), ended(MessageQueue(1, 1)) as [requests]:
@@ -329,31 +278,12 @@ def worker() -> Iterator[tuple[Any, MessageQueue, MessageQueue]]:
         with ended(MessageQueue.create_from_handle(ours.recv(), 0)) as [answers]:
             requests.wait_until_ready()
             answers.wait_until_ready()
-            yield process, requests, answers
-            process.kill()
+            for message in [*range(50), np.arange(50_000), bytes(300_000)]:
+                requests.enqueue(message)
+                assert np.array_equal(answers.dequeue(WITHIN_S), message)
+            requests.enqueue(None)
             process.join(WITHIN_S)
+            assert process.exitcode == 0
             process.close()
-
-
-class TestProcesses:
-    def test_questions_and_answers(self, worker: tuple[Any, MessageQueue, MessageQueue]) -> None:
-        process, requests, answers = worker
-        for number in range(50):
-            requests.enqueue(number)
-            assert answers.dequeue(WITHIN_S) == number
-        requests.enqueue(None)
-        process.join(WITHIN_S)
-        assert process.exitcode == 0
-        with pytest.raises(QueueClosed):
-            answers.dequeue(WITHIN_S)
-
-    def test_dead_process_is_named(self, worker: tuple[Any, MessageQueue, MessageQueue], submit: Submit) -> None:
-        process, requests, answers = worker
-        waiting = submit(answers.dequeue)
-        eventually(waits(answers), "parking")
-        os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(PeerDied, match=str(process.pid)):
-            waiting.result(WITHIN_S)
-        with pytest.raises(PeerDied, match=str(process.pid)):
-            for _ in range(10_000):  # more than the ring holds
-                requests.enqueue("anybody?", WITHIN_S)
+            with pytest.raises(QueueClosed):
+                answers.dequeue(WITHIN_S)

@@ -271,10 +271,6 @@ class TestRefusals:
         with pytest.raises(HandshakeError) as caught:
             front.receive(b"\x01\0", ready(parallel_config_hash="b" * 100_000))
         assert len(str(caught.value)) < 1000
-        many = FrontEndHandshake(map(CoreEngine, range(1000)), ADDRESSES)
-        with pytest.raises(HandshakeError, match=r"0, 1, .*15, \.\.\.") as caught:
-            many.receive(b"\xff\xff", hello())
-        assert len(str(caught.value)) < 200
 
 
 anything = st.recursive(
@@ -282,7 +278,7 @@ anything = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(0, 5), inner, max_size=3)
     ),
-    max_leaves=8,
+    max_leaves=4,
 )
 names = st.sampled_from(
     ["status", "local", "headless", "num_gpu_blocks", "dp_stats_address", "parallel_config_hash", "addresses",
@@ -294,7 +290,7 @@ identities = st.sampled_from([b"\0\0", b"\x01\0"]) | st.binary(max_size=6)
 
 
 class TestGarbage:
-    @given(st.lists(st.tuples(identities, st.lists(payloads, max_size=3)), max_size=8))
+    @given(st.lists(st.tuples(identities, st.lists(payloads, max_size=2)), max_size=4))
     @example([(b"\0\0", [b"\x81\x81\x01\x02\x03"])])  # a map whose key is a map
     @example([(b"\0\0", [b"\x82\xa5local\xc3\x91\x01\x02"])])  # a key that is an array
     @example([(b"\0\0", [b"\xdf\xff\xff\xff\xff"])])  # a map that claims to be huge

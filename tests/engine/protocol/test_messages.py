@@ -278,13 +278,10 @@ class TestArrays:
         [
             ["<f4", [2], 1],  # 8 bytes, and the frame has 512
             ["<f4", [128], 2],
-            ["<f4", [128], -1],
             ["float33", [128], 1],
             ["|O", [64], 1],
-            ["<f4,<f4", [64], 1],
             ["<f4", [2**62, 2], 1],
             ["<f4", [-128], 1],
-            ["<f4", 128, 1],
         ],
     )
     def test_list_that_is_no_array_stays_a_list(self, array: list[Any]) -> None:
@@ -345,7 +342,7 @@ class TestIds:
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary() | st.floats(allow_nan=False),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=8,
+    max_leaves=4,
 )
 
 
@@ -360,7 +357,7 @@ class TestGarbage:
             with suppress(CodecError):
                 decoder.decode(frames)
 
-    @given(st.lists(plain, max_size=9), st.lists(st.binary(max_size=60), max_size=2))
+    @given(st.lists(plain, max_size=7), st.lists(st.binary(max_size=60), max_size=1))
     def test_envelopes(self, fields: list[Any], more: list[bytes]) -> None:
         frames = [msgspec.msgpack.encode(fields), *more]
         with suppress(CodecError):
