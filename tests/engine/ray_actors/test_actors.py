@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import engine_targets
@@ -35,7 +34,7 @@ from aioshm.errors import EngineDead, EngineStartupError
 
 ray: Any = pytest.importorskip("ray")
 
-pytestmark = pytest.mark.slow  # a cluster takes ten seconds to start, and each actor some more
+pytestmark = [pytest.mark.slow, pytest.mark.one_loop]  # a cluster takes ten seconds to start, each actor some more
 
 ADDRESS = get_engine_client_zmq_addr(False, "127.0.0.1")
 
@@ -218,50 +217,35 @@ class TestEnd:
 
 FRONT_END = """
 import sys
-from collections.abc import Iterator
 import ray
 import ray_targets as targets
 from aioshm.engine import CoreEngineActorManager
 
-own = dict(address="local", num_cpus=1, num_gpus=1, include_dashboard=False, object_store_memory=80_000_000)
-options = {"address": sys.argv[1]} if sys.argv[1:] else own
-with CoreEngineActorManager(
-    targets.leave, 1, 1, args=([None],), ray_options={**options, "log_to_driver": False}
-) as manager:
+options = {"address": sys.argv[1], "log_to_driver": False}
+with CoreEngineActorManager(targets.leave, 1, 1, args=([None],), ray_options=options) as manager:
     print(manager.actors[0].pid, flush=True)
-    if sys.argv[1:]:
-        sys.stdin.read()
+    sys.stdin.read()
 print("connected" if ray.is_initialized() else "left")
 """
 
 
-@contextlib.contextmanager
-def front_end(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+@pytest.mark.parametrize("killed", [False, True])
+def test_front_end_that_leaves_or_is_killed_takes_its_actors_and_its_connection_along(killed: bool) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", FRONT_END, *arguments],
+        [sys.executable, "-c", FRONT_END, ray.get_runtime_context().gcs_address],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        yield process
-
-
-def test_manager_without_a_connection_makes_one_and_ends_it() -> None:
-    with front_end() as process:
-        output, _ = process.communicate(timeout=60)
-    pid, last = output.split()
-    assert (process.returncode, last) == (0, "left")
-    eventually(lambda: gone(int(pid)))
-
-
-def test_killed_front_end_takes_its_actors_along() -> None:
-    with front_end(ray.get_runtime_context().gcs_address) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         assert not gone(pid)
-        process.kill()
-        eventually(lambda: gone(pid))
+        if killed:
+            process.kill()
+        output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == ((-signal.SIGKILL, "") if killed else (0, "left\n"))
+    eventually(lambda: gone(pid))
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

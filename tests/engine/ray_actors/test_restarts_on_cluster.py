@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import ray_targets as targets
-from managed import gone
 from served_engine import ask, collected
 from support import eventually, until
 
@@ -27,8 +26,7 @@ ray: Any = pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("runtime_dir"),
-    # What is told of actors comes from Ray's threads whatever the loop; test_actors.py tries that on both.
-    pytest.mark.asyncio(loop_factories=["asyncio"]),
+    pytest.mark.one_loop,  # reports of actors come from Ray's threads, whatever the loop
 ]
 
 ONE_CHIP = EngineNeeds(world_size=1, device="chip")
@@ -129,44 +127,22 @@ async def test_actor_comes_back_also_when_its_node_has_left(
         await until(lambda: ray.available_resources().get("chip") == 1, "the return of its room")
 
 
-async def test_actor_that_hangs_is_killed_and_comes_back(ray_cluster: Any) -> None:
+async def test_actor_that_hangs_is_killed_and_comes_back_and_time_stopped_does_not_count(ray_cluster: Any) -> None:
     """The actor sends heartbeats; the client of the supervisor judges them."""
     needs = EngineNeeds(world_size=0)
     restart = Restart(hang_s=1.0)
     options = {"restart": restart, "target": targets.serve_hanging, "manager_options": {"needs": needs}}
     async with supervised(2, 1, **options) as (supervisor, _):
-        first = supervisor.engines[1].pid
-        stream = supervisor.client.submit(ask("hangs", hang=True), engine=1)
-        with pytest.raises(EngineDead, match=rf"engine 1 \(pid {first} on .*\) hung for \d+ s, and was killed"):
-            await collected(stream)
-        await serves(supervisor, 1, restarts=1)
-        assert supervisor.engines[1].pid != first
-        assert "hung for" in supervisor.engines[1].cause
-
-
-async def test_time_for_which_an_actor_was_stopped_does_not_count(ray_cluster: Any) -> None:
-    needs = EngineNeeds(world_size=0)
-    options = {"target": targets.serve_hanging, "manager_options": {"needs": needs}}
-    async with supervised(1, 1, restart=Restart(hang_s=1.0), **options) as (supervisor, _):
-        pid = supervisor.engines[0].pid or 0
-        stream = supervisor.client.submit(ask("hangs", hang=True))
+        first = supervisor.engines[0].pid or 0
+        stream = supervisor.client.submit(ask("hangs", hang=True), engine=0)
         await asyncio.sleep(0.5)  # the step blocks the loop, which says nothing more
-        os.kill(pid, signal.SIGSTOP)
+        os.kill(first, signal.SIGSTOP)
         await until(lambda: supervisor.engines[0].state == "stopped")
-        os.kill(pid, signal.SIGCONT)
+        os.kill(first, signal.SIGCONT)
         continued = time.monotonic()
-        with pytest.raises(EngineDead, match="hung for"):
+        with pytest.raises(EngineDead, match=rf"engine 0 \(pid {first} on .*\) hung for \d+ s, and was killed"):
             await collected(stream)
         assert time.monotonic() - continued >= 1.0 + GRACE_S
-
-
-async def test_actors_in_lockstep_are_recreated_together(ray_cluster: Any) -> None:
-    async with supervised(2, 2, lockstep=True) as (supervisor, manager):
-        before = [each.pid or 0 for each in supervisor.engines]
-        os.kill(before[1], signal.SIGKILL)
-        await until(lambda: all(each.state == "running" and each.pid not in before for each in supervisor.engines))
-        await supervisor.wait_until_ready(30)
-        for rank in range(2):
-            assert len(await collected(supervisor.client.submit(ask(str(rank)), engine=rank))) == 3
-        assert all(map(gone, before))
-        assert [manager.next_incarnation(rank) for rank in range(2)] == [2, 2]
+        await serves(supervisor, 0, restarts=1)
+        assert supervisor.engines[0].pid != first
+        assert "hung for" in supervisor.engines[0].cause
