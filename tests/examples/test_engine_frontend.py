@@ -31,7 +31,6 @@ from engine_frontend.http import Completions  # noqa: E402
 from engine_frontend.messages import Generation, Progress  # noqa: E402
 from engine_frontend.model import Model, alone  # noqa: E402
 from engine_frontend.text import END, decode, encode  # noqa: E402
-from engine_frontend.workers import ModelWorker  # noqa: E402
 from served_engine import Engine, served  # noqa: E402
 
 PROMPTS = ("hello", "The quick brown fox", "x", "1 + 1 = ", "What? " * 20)
@@ -122,36 +121,6 @@ def written_by_the_whole_model(prompt: str, count: int) -> tuple[str, str]:
         return decode(text), "length"
 
     return asyncio.run(write())
-
-
-@pytest.fixture
-def inferring() -> Iterator[None]:
-    """Leave torch as it was: workers in one thread, whose blocks are not one within the other, would not."""
-    with torch.inference_mode():
-        yield
-
-
-@pytest.mark.one_loop
-@pytest.mark.usefixtures("inferring")
-async def test_the_ranks_logits_are_those_of_the_whole_model() -> None:
-    config = Config()
-    workers = [ModelWorker(config, 2, rank) for rank in range(2)]
-    try:
-        handles = [worker.open() for worker in workers]
-        await asyncio.gather(*(worker.connect(handles) for worker in workers))
-        batch = [Chunk(prompt, 0, encode(prompt)) for prompt in PROMPTS]
-        after = [Chunk(prompt, len(encode(prompt)), [number]) for number, prompt in enumerate(PROMPTS)]
-        whole = Model(config)
-        for step in (batch, after, after[1:2]):  # the last one's second token again: what follows three
-            with torch.inference_mode():
-                wanted = await whole.forward(step, alone)
-            parts = await asyncio.gather(*(worker.logits(step) for worker in workers))
-            torch.testing.assert_close(torch.cat(parts, 1), wanted, rtol=1e-4, atol=1e-5)
-        await asyncio.gather(*(worker.step(batch[:1], PROMPTS) for worker in workers))
-        assert [worker.kept() for worker in workers] == [[PROMPTS[0]]] * 2
-    finally:
-        for worker in workers:
-            await worker.close()
 
 
 class SilentEngine(Engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -89,6 +90,17 @@ def pair(*, remote: bool = False, **arguments: Any) -> Iterator[tuple[blocking.M
         reader.wait_until_ready(20)
         ready.result()
         yield writer, reader
+
+
+@contextmanager
+def handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals during the block: SIGUSR1, or these."""
+    before = [(number, signal.signal(number, handler)) for number in numbers or (signal.SIGUSR1,)]
+    try:
+        yield
+    finally:
+        for number, handler_before in before:
+            signal.signal(number, handler_before)
 
 
 class Child:

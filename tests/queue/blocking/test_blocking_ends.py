@@ -11,13 +11,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-from faces import make_writer, pair, reading
+from faces import Thread, make_writer, pair
+from support import forked
 
 from aioshm import CodecError, QueueCancelled, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
 
 
 def test_ways_out_of_waiting() -> None:
-    def read(reader: Any) -> None:
+    with pair() as (writer, reader):
         for call in (reader.dequeue, lambda timeout: reader.dequeue_many(2, timeout)):
             with pytest.raises(TimeoutError, match="message 0 did not come in time"):
                 call(0.02)
@@ -39,28 +40,19 @@ def test_ways_out_of_waiting() -> None:
             reader.dequeue_nowait()
         with pytest.raises(ValueError, match="max_items"):
             reader.dequeue_many(0)
-        with pytest.raises(RoleError, match="belongs to the queue's writer"):
-            reader.enqueue(1)
-        with pytest.raises(RoleError, match="belongs to the queue's writer"):
-            reader.acquire_write()
-
-    with reading(read) as (writer, thread):
-        thread.result()
+        for refused in (lambda: reader.enqueue(1), reader.acquire_write):
+            with pytest.raises(RoleError, match="belongs to the queue's writer"):
+                refused()
+        with pytest.raises(RoleError, match="belongs to the queue's reader"):
+            writer.dequeue()
+        reader.close()
         with pytest.raises(QueueClosed, match="every reader has left"):
             while True:
                 writer.enqueue("x", 5)
-        with pytest.raises(RoleError, match="belongs to the queue's reader"):
-            writer.dequeue()
 
 
 def test_a_full_ring() -> None:
-    go = threading.Event()
-
-    def read(reader: Any) -> list[Any]:
-        go.wait(20)
-        return list(reader)
-
-    with reading(read, chunks=2) as (writer, thread):
+    with pair(chunks=2) as (writer, reader):
         writer.enqueue_many([1, 2])
         with pytest.raises(QueueFull, match="rank 0"):
             writer.enqueue_nowait(3)
@@ -68,53 +60,40 @@ def test_a_full_ring() -> None:
             writer.enqueue(3, 0.02)
         with pytest.raises(CodecError, match="function"):
             writer.enqueue(lambda: None)
-        go.set()
-        writer.enqueue(3, 10)
-        writer.close()
-        assert thread.result() == [1, 2, 3]
+        sending = Thread(writer.enqueue, 3, 10)
+        assert [reader.dequeue(10) for _ in range(3)] == [1, 2, 3]
+        sending.result()
 
 
 def test_a_running_loop_is_refused() -> None:
-    def read(reader: Any) -> list[Any]:
-        async def in_a_loop() -> None:
-            for call in (reader.wait_until_ready, reader.dequeue_nowait, lambda: reader.dequeue_many(1)):
-                with pytest.raises(RoleError, match=r"use aioshm\.MessageQueue there"):
-                    call()
+    async def in_a_loop() -> None:
+        for call in (reader.wait_until_ready, reader.dequeue_nowait, lambda: reader.dequeue_many(1)):
+            with pytest.raises(RoleError, match=r"use aioshm\.MessageQueue there"):
+                call()
 
-        asyncio.run(in_a_loop())
-        return list(reader)
-
-    with reading(read) as (writer, thread):
+    with pair() as (writer, reader):
         writer.enqueue("kept")
-        writer.close()
-        assert thread.result() == ["kept"]
+        asyncio.run(in_a_loop())
+        assert reader.dequeue(10) == "kept"
+
+
+def _is_refused(writer: blocking.MessageQueue) -> bool:
+    try:
+        writer.enqueue("from the child")
+    except RoleError as error:
+        return "forked" in str(error)
+    return False
 
 
 def test_a_forked_child_is_refused_and_harms_nobody() -> None:
-    def nothing(reader: Any) -> list[Any]:
-        return list(reader)
-
-    with reading(nothing) as (writer, thread):
+    with pair() as (writer, reader):
+        receiving = Thread(lambda: list(reader))
         writer.enqueue("before")
-        told, tell = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            verdict = b"no error"
-            try:
-                writer.enqueue("from the child")
-            except RoleError as error:
-                verdict = str(error).encode()
-            finally:
-                os.write(tell, verdict)
-                os._exit(0)
-        os.close(tell)
-        assert b"forked" in os.read(told, 1000)
-        os.close(told)
-        os.waitpid(pid, 0)
+        assert forked(_is_refused, writer)()
         for number in range(100):  # woken as before
             writer.enqueue(number, 10)
         writer.close()
-        assert thread.result() == ["before", *range(100)]
+        assert receiving.result() == ["before", *range(100)]
 
 
 # Closing

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from faces import Thread
+from faces import Thread, handling
 from members import meet
 
 from aioshm import HandleError, PeerClosed, blocking
@@ -57,17 +57,14 @@ def test_what_a_handler_raises_takes_effect_at_once() -> None:
     def handle(*_: object) -> None:
         raise KeyboardInterrupt("by a signal")
 
-    before = signal.signal(signal.SIGUSR1, handle)
     here, late = meet(2)
     here.before = lambda number: os.kill(os.getpid(), signal.SIGUSR1) if number == 0 else None
-    try:
+    with handling(handle):
         with pytest.raises(KeyboardInterrupt, match="by a signal"):
             blocking.MessageQueue.create_from_process_group(here, 4096, 4)
         other = Thread(blocking.MessageQueue.create_from_process_group, late, 4096, 4)
         with pytest.raises(HandleError, match="the call was cancelled there"):
             other.result(30)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def test_the_writer_waits_no_longer_than_until_a_rank_has_left() -> None:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from faces import Thread, pair
+from faces import Thread, handling, pair
 from support import eventually
 
 from aioshm.errors import RoleError
@@ -174,8 +174,7 @@ def test_call_on_the_loop_that_handlers_interrupt_sends_nothing_later(error: typ
 
     with pair() as (writer, reader):
         writer.enqueue_many(range(4), 20)
-        before = [signal.signal(number, handle) for number in numbers]
-        try:
+        with handling(handle, *numbers):
             sending = Thread(send, threading.get_ident())
             try:
                 writer.enqueue_many(["late"], 20)
@@ -183,9 +182,6 @@ def test_call_on_the_loop_that_handlers_interrupt_sends_nothing_later(error: typ
                 call.runs = False  # takes no call: no handler raises before this
                 call.interrupted = True
             sending.result()
-        finally:
-            for number, handler in zip(numbers, before, strict=True):
-                signal.signal(number, handler)
         assert (call.interrupted, writer.messages) == (True, 4)
         assert reader.dequeue_many(9, 20) == [*range(4)]
         writer.enqueue("after", 20)

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from faces import Thread, child, make_writer, pair
+from faces import Thread, child, handling, make_writer, pair
 from support import eventually
 
 from aioshm import PeerDied, QueueFull, blocking
@@ -56,8 +56,7 @@ def test_a_signal_that_comes_while_the_core_decodes_loses_nothing(merged: bool) 
         interrupted = 0
         stream = blocking.merge({0: reader})
         eventually(lambda: writer.stats().parks > 0, "the writer to sleep")
-        before = signal.signal(signal.SIGUSR1, handle)
-        try:
+        with handling(handle):
             while len(received) < 100:
                 obj = None
                 try:
@@ -67,8 +66,6 @@ def test_a_signal_that_comes_while_the_core_decodes_loses_nothing(merged: bool) 
                     interrupted += 1
                 if obj is not None:
                     received.append(obj[0])
-        finally:
-            signal.signal(signal.SIGUSR1, before)
         writing.result()
     assert received == list(range(100))
     assert interrupted == 100
@@ -162,16 +159,13 @@ def interrupt(call: Any, end: blocking.MessageQueue, waits: Any) -> float:
         eventually(waits, "the call to wait")
         os.kill(os.getpid(), signal.SIGUSR1)
 
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
+    with handling(handle):
         sending = Thread(send)
         with pytest.raises(_Late):
             call(end)
         took_s = time.monotonic() - raised[0]
         sending.result()
         return took_s
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("how", READS)

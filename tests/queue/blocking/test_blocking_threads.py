@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from faces import Thread, make_writer, pair
+from faces import Thread, handling, make_writer, pair
 from support import eventually
 
 from aioshm import PeerClosed, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
@@ -293,8 +293,7 @@ def test_closing_in_a_signal_handler(end: str) -> None:
         if end == "reader":
             for _ in range(sent):
                 reader.dequeue()
-        before = signal.signal(signal.SIGUSR1, lambda *_: closed.close())
-        try:
+        with handling(lambda *_: closed.close()):
 
             def interrupt() -> None:
                 until_it_waits(closed)
@@ -305,8 +304,6 @@ def test_closing_in_a_signal_handler(end: str) -> None:
                 reader.dequeue() if end == "reader" else writer.enqueue("x")
             interrupting.result()
             assert closed.held.closed
-        finally:
-            signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("signals", [False, True])
@@ -319,8 +316,7 @@ def test_closing_in_a_call_that_has_no_need_to_wait(signals: bool) -> None:
         return 7
 
     calls["close"] = close
-    before = signal.signal(signal.SIGUSR1, lambda *_: reader.close())
-    try:
+    with handling(lambda *_: reader.close()):
         with pair() as (writer, reader):
             writer.enqueue(Calling(), 20)
             assert reader.dequeue(20) == 7
@@ -328,8 +324,6 @@ def test_closing_in_a_call_that_has_no_need_to_wait(signals: bool) -> None:
             with pytest.raises(PeerClosed, match="every reader has left"):
                 while True:
                     writer.enqueue("nobody reads this", 20)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 calls: dict[str, Callable[[], int]] = {}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from faces import Thread, pair
+from loops import turns
 from pairs import attached
 from slots import body_of, slot_of
 
@@ -107,8 +108,7 @@ async def test_the_slot_is_held_as_long_as_the_block_lasts() -> None:
                 with pytest.raises(QueueFull, match="rank 0"):
                     writer.enqueue_nowait("third")
                 waiting = asyncio.ensure_future(writer.enqueue("third"))
-                for _turn in range(20):
-                    await asyncio.sleep(0)
+                await turns(20)
                 assert not waiting.done()
             await asyncio.wait_for(waiting, 5)
             assert await reader.dequeue_many(5, 5) == ["second", "third"]
@@ -125,8 +125,7 @@ async def test_random_cancellations() -> None:
             async with reader.lease() as (number, _payload):
                 assert number == begun
                 begun += 1
-                for _ in range(rng.randrange(3)):
-                    await asyncio.sleep(0)
+                await turns(rng.randrange(3))
 
         while cancelled < 300:
             if sent - begun < 3 and rng.random() < 0.6:
@@ -136,8 +135,7 @@ async def test_random_cancellations() -> None:
                 except QueueFull:  # for a moment after a large message
                     pass
             task = asyncio.ensure_future(take())
-            for _ in range(rng.randrange(6)):
-                await asyncio.sleep(0)
+            await turns(rng.randrange(6))
             task.cancel()
             try:
                 await task
@@ -185,8 +183,7 @@ async def test_other_tasks_wait_until_it_ends() -> None:
         async with reader.lease() as obj:
             assert obj == "leased"
             waiting = [asyncio.ensure_future(reader.dequeue(5)) for _ in range(2)]
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await turns(20)
             assert not any(task.done() for task in waiting)
             with pytest.raises(QueueEmpty):
                 reader.dequeue_nowait()

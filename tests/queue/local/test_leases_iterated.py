@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faces import Thread, pair
+from loops import turns
 from pairs import attached
 from support import until
 
@@ -89,8 +90,7 @@ async def test_two_may_not_await_the_same_one() -> None:
     async with attached(slots=8) as (writer, [reader]):
         its = reader.leases()
         first = asyncio.ensure_future(anext(its))
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await turns(5)
         for call in (its.__anext__, its.aclose):
             with pytest.raises(RuntimeError, match="being leased already"):
                 await call()
@@ -104,8 +104,7 @@ async def test_cancelled_it_loses_nothing() -> None:
         its = reader.leases()
         for number in range(20):
             waiting = asyncio.ensure_future(anext(its))
-            for _ in range(number % 4):
-                await asyncio.sleep(0)
+            await turns(number % 4)
             waiting.cancel()
             await asyncio.wait([waiting])
             await writer.enqueue(number)

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from children import child
-from faces import Thread, make_writer
+from faces import pair
+from overflowing import overflow_of
 from pairs import attached
 from remotes import ready_ends
 from support import cancelled_after, until
 
-from aioshm import MessageQueue, MessageTooLarge, PeerDied, QueueClosed, RoleError, blocking
+from aioshm import MessageQueue, MessageTooLarge, PeerDied, QueueClosed, RoleError
 from aioshm.queue.local.loans import IN_PLACE_BYTES
 
 pytestmark = pytest.mark.one_loop
@@ -171,6 +172,7 @@ async def test_nothing_is_sent_where_the_block_raises(size: int, like: Any) -> N
                     raise ZeroDivisionError
             assert writer.stats().messages == 0
             _scribble(array)
+        assert len(overflow_of(writer).segments) <= 1
         await writer.enqueue(np.full(size, 5, np.uint8))
         _scribble(array)
         assert _is(await reader.dequeue(5), 5, size)
@@ -396,36 +398,22 @@ async def test_bytes(codec: str) -> None:
 # The other face
 
 
-def test_threads() -> None:
-    with make_writer(chunk=CHUNK, chunks=3) as writer:
-        handle = writer.export_handle()
-
-        def read() -> list[bool]:
-            with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
-                reader.wait_until_ready(10)
-                found = []
-                for number, size in enumerate(SIZES):
-                    with reader.lease() as received:
-                        found.append(_is(received, number, size))
-                    found.append(_is(reader.dequeue(), number, size))
-                found.append(reader.dequeue()["x"].shape == (50, 2000))
-                found.append(bytes(reader.dequeue()) == b"y" * 100_000)
-                return found
-
-        thread = Thread(read)
-        writer.wait_until_ready(10)
+def test_blocking_loans_and_leases() -> None:
+    with pair(chunk=CHUNK, chunks=3) as (writer, reader):
         for number, size in enumerate(SIZES):
-            for _ in range(2):
-                with writer.loan(size, "uint8") as array:
-                    _fill(array, number)
-                _scribble(array)
+            with writer.loan(size, "uint8") as array:
+                _fill(array, number)
+            _scribble(array)
+            with reader.lease() as received:
+                assert _is(received, number, size)
         with pytest.raises(ZeroDivisionError), writer.loan(100_000, "uint8") as array:
             raise ZeroDivisionError
         with writer.build() as message:
             message["x"] = message.empty((50, 2000), like="torch")
+        assert reader.dequeue()["x"].shape == (50, 2000)
         with writer.loan_bytes(100_000) as buffer:
             buffer[:] = b"y" * 100_000
-        assert all(thread.result())
+        assert bytes(reader.dequeue()) == b"y" * 100_000
 
 
 # Deaths

@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from overflowing import overflow_of
 from pairs import attached
 from support import until
 
@@ -120,16 +119,3 @@ async def test_a_segment_that_becomes_free_during_a_block_is_not_taken_for_its_o
                 held[:] = 255
             assert (await reader.dequeue(5) == number).all()
             del held, array
-
-
-async def test_blocks_that_raise_keep_no_segment() -> None:
-    async with attached(chunk=CHUNK, chunks=3) as (writer, (reader,)):
-        await _warm(writer, reader, IN_SEGMENT)
-        before = len(overflow_of(writer).segments)
-        for _ in range(ROUNDS):
-            with pytest.raises(ZeroDivisionError):
-                async with writer.loan(IN_SEGMENT, "uint8") as array:
-                    array[:] = 99
-                    raise ZeroDivisionError
-        await _warm(writer, reader, IN_SEGMENT)
-        assert len(overflow_of(writer).segments) == before

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loops import turns
 from pairs import attached
 from remotes import ready_ends
 
@@ -87,8 +88,7 @@ class TestBackpressure:
             sending = asyncio.ensure_future(writer.enqueue(LARGE))
             await parked(writer)
             assert await reader.dequeue_many(5, 5) == [b"small"] * 5
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await turns(20)
             assert not sending.done(), "slots there were enough of"
             assert await reader.dequeue(5) == LARGE
             await asyncio.wait_for(sending, 5)

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from faces import Thread
+from faces import Thread, handling
 from merging import all_asleep, blocking_queues
 from support import eventually
 
@@ -34,8 +34,7 @@ def test_what_a_handler_raises_ends_the_wait_and_loses_nothing() -> None:
     def handle(*_: object) -> None:
         raise KeyboardInterrupt("by a signal")
 
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
+    with handling(handle):
         with blocking_queues(2) as (writers, readers):
             merged = merge(readers)
 
@@ -50,8 +49,6 @@ def test_what_a_handler_raises_ends_the_wait_and_loses_nothing() -> None:
                 interrupting.result()
                 writers[number % 2].enqueue(number, 20)
                 assert next(merged) == (number % 2, number)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def test_handler_that_iterates_over_the_merge_it_has_interrupted_is_refused() -> None:
@@ -70,14 +67,11 @@ def test_handler_that_iterates_over_the_merge_it_has_interrupted_is_refused() ->
             all_asleep(readers)
             os.kill(os.getpid(), signal.SIGUSR1)
 
-        before = signal.signal(signal.SIGUSR1, handle)
-        try:
+        with handling(handle):
             interrupting = Thread(interrupt)
             assert next(merged) == (0, "after")
             interrupting.result()
             assert len(refused) == 1
-        finally:
-            signal.signal(signal.SIGUSR1, before)
 
 
 def test_reader_that_another_thread_has_in_a_block_is_merged_afterwards() -> None:

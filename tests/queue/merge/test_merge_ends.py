@@ -12,6 +12,7 @@ from children import child
 from merging import BIG, asleep, outcome, poller_of, queues
 from overflowing import BOTH_WAYS, withhold
 from slots import slot_of
+from support import cancelled_after
 
 from aioshm import (
     CodecError,
@@ -48,12 +49,7 @@ class TestAttaching:
         async with queues(2, 1, ready=False) as (writers, readers):
             merged = merge(readers, errors="yield")
             for turns in range(8):
-                waiting = asyncio.ensure_future(anext(merged))
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                waiting.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await waiting
+                assert await cancelled_after(anext(merged), turns) is None
             await asyncio.gather(*(end.wait_until_ready(10) for end in [*writers, *readers.values()]))
             tasks = asyncio.all_tasks()
             await writers[2].enqueue("here")
