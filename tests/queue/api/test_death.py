@@ -198,17 +198,17 @@ async def test_a_stopped_reader_is_reported_by_name(caplog: pytest.LogCaptureFix
 async def test_a_stopped_writer_is_reported_and_an_idle_one_is_not(caplog: pytest.LogCaptureFixture) -> None:
     async with child("write", "0", "0") as writer:
         handle = await writer.says("{")
-        async with MessageQueue.create_from_handle(handle, 0, options=Options(stall_warning_s=0.2)) as reader:
+        async with MessageQueue.create_from_handle(handle, 0, options=Options(stall_warning_s=0.1)) as reader:
             await reader.wait_until_ready(20)
             with pytest.raises(TimeoutError):
-                await reader.dequeue(0.5)
+                await reader.dequeue(0.25)
             assert caplog.records == []
             writer.signal(signal.SIGSTOP)
             with pytest.raises(TimeoutError):
-                await reader.dequeue(0.5, indefinite=True)
+                await reader.dequeue(0.25, indefinite=True)
             assert caplog.records == []
             with pytest.raises(TimeoutError):
-                await reader.dequeue(0.5)
+                await reader.dequeue(0.25)
             reports = [record.getMessage() for record in caplog.records]
             assert reports
             assert all(f"the writer (pid {writer.pid}) is stopped" in report for report in reports)

@@ -16,6 +16,7 @@ from support import until
 
 from aioshm import MessageQueue, MessagesLost, Options, PeerClosed, QueueFull, ReaderEvicted
 from aioshm.errors import HandleError
+from aioshm.queue.local import copying
 from aioshm.queue.registry import ReaderRegistry, ReaderSlot
 
 pytestmark = pytest.mark.slow_on_uvloop
@@ -95,6 +96,23 @@ class TestSkip:
                 await other.dequeue(20)
             assert (lost.value.first, lost.value.last) == (1, 25)
             assert [(await other.dequeue(20))[0] for _ in range(4)] == [26, 27, 28, 29]
+
+    async def test_message_that_is_overwritten_while_it_is_copied_is_lost(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with wide_writer(1, 0, chunks=CHUNKS, slow_reader="skip") as writer:
+            async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+                await writer.wait_until_ready(20)
+
+                def copy_a_lap_too_late(body: memoryview) -> Any:
+                    monkeypatch.undo()
+                    for number in range(1, CHUNKS + 1):
+                        writer.enqueue_nowait((number, b""))
+                    return copying.own_copy(body)
+
+                monkeypatch.setattr(copying, "own_copy", copy_a_lap_too_late)
+                await writer.enqueue((0, bytes(50_000)), 20)
+                assert await received(reader, CHUNKS + 1) == [(0, 0), 1, 2, 3, 4]
 
     async def test_after_the_writer_has_closed(self) -> None:
         async with three_ends("skip") as (writer, patient, other):

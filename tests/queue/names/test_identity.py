@@ -239,29 +239,6 @@ def test_reader_of_a_loop_that_has_ended_closes_while_the_writer_closes(identity
         closing.result()
 
 
-def test_the_blocking_face(identity: Path) -> None:
-    def write() -> None:
-        for incarnation in range(3):
-            with blocking.MessageQueue(1, 0, connect_ip="127.0.0.1", identity=identity) as writer:
-                for number in range(5):
-                    writer.enqueue((incarnation, number), 20)
-
-    received: list[Any] = []
-    with blocking.MessageQueue.create_from_handle(made(identity), 0, reconnect=True) as reader:
-        writing = Thread(write)
-        while len(received) < 17:
-            try:
-                received.append(reader.dequeue(20))
-            except QueueRestarted:
-                received.append("restarted")
-        while writing.running:  # it waits for the reader to know that nothing more comes
-            with pytest.raises(TimeoutError):
-                reader.dequeue(0.01)
-        writing.result()
-    runs = [[(incarnation, number) for number in range(5)] for incarnation in range(3)]
-    assert received == [*runs[0], "restarted", *runs[1], "restarted", *runs[2]]
-
-
 # What forbids it
 
 
@@ -283,14 +260,6 @@ async def test_two_writers_of_one_identity(identity: Path) -> None:
         with pytest.raises(NameTaken, match=rf"steps\.identity' is taken .* \(pid {os.getpid()}\)") as caught:
             new_writer(identity)
         assert caught.value.path == str(identity)
-    async with child("write", "steps", "0", str(identity), script=NAMED) as running:
-        await running.says("{")
-        with pytest.raises(NameTaken, match=rf"\(pid {running.pid}\)"):
-            new_writer(identity)
-        running.signal(signal.SIGKILL)
-        await running.end()
-    async with new_writer(identity):
-        pass
 
 
 async def test_a_writer_that_could_not_be_made_has_no_identity(identity: Path) -> None:

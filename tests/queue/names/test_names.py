@@ -214,24 +214,6 @@ async def test_a_second_writer_is_told_who_has_the_name(names: Path) -> None:
 
 
 @pytest.mark.slow_on_uvloop
-async def test_what_a_killed_writer_leaves_is_no_obstacle(names: Path) -> None:
-    async with named_child("write", "steps", "0") as running:
-        await running.says("{")
-        with pytest.raises(NameTaken, match=f"pid {running.pid}"):
-            new_writer()
-        running.signal(signal.SIGKILL)
-        await running.end()
-    assert os.listdir(names) == ["steps.queue"]
-    async with MessageQueue.attach("steps", 0) as early:
-        with pytest.raises(TimeoutError, match=rf"steps.* \(pid {running.pid}, at .*\) is gone, and no other has come"):
-            await early.dequeue(0.05)
-        async with new_writer() as writer:
-            await writer.enqueue("taken over", 20)
-            assert await early.dequeue(20) == "taken over"
-    assert os.listdir(names) == []
-
-
-@pytest.mark.slow_on_uvloop
 async def test_a_forked_child_does_not_have_its_parents_name() -> None:
     async with named_child("have_and_fork", "steps") as running:
         forked = int((await running.says("child ")).split()[1])
