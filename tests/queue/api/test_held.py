@@ -19,6 +19,8 @@ from support import cancelled_after, until
 from aioshm import EndClosed, MessageQueue, NoPlaceVacant, Options, QueueFull, ReaderDied, ReaderJoined
 from aioshm.queue.local import readers as local_readers
 
+pytestmark = pytest.mark.slow_on_uvloop
+
 KILLS = 5
 
 
@@ -175,7 +177,6 @@ class TestClosing:
             assert f"(pid {pid}), which had read 0 messages" in caplog.text
             assert "lost" not in caplog.text
 
-    @pytest.mark.slow_on_uvloop
     @EITHER_PLACE
     @pytest.mark.parametrize("how", ["in time", "cancelled"])
     async def test_nobody_comes(self, n_local: int, n_remote: int, how: str, caplog: pytest.LogCaptureFixture) -> None:

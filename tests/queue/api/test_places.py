@@ -170,6 +170,7 @@ class TestReplaced:
 class TestRaise:
     """The error ends when somebody takes the place, or it is dismissed."""
 
+    @pytest.mark.slow_on_uvloop
     @EITHER_PLACE
     @pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "dismissed"])
     async def test_the_error_ends(self, n_local: int, n_remote: int, replaced: bool) -> None:

@@ -12,7 +12,6 @@ from children import child
 from pairs import attached
 from remotes import wide_writer
 
-from aioshm import MessageQueue
 from aioshm.ring.segment import orphans
 
 
@@ -58,25 +57,6 @@ async def test_a_parking_reader_wakes_for_every_message(wait: str) -> None:
         await writer.aclose()
         await receiving
         assert received == list(range(300))
-
-
-async def test_waiting_over_the_socket_where_there_is_no_eventfd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioshm.lifeline.listener.HAVE_EVENTFD", False)
-    async with attached(2, wait="park", chunks=2) as (writer, readers):
-
-        async def receive(reader: MessageQueue) -> list[int]:
-            received = []
-            async for number in reader:
-                received.append(number)
-                if number % 3 == 0:
-                    await asyncio.sleep(0)
-            return received
-
-        receiving = [asyncio.ensure_future(receive(reader)) for reader in readers]
-        for number in range(300):
-            await writer.enqueue(number, 5)
-        await writer.aclose()
-        assert await asyncio.gather(*receiving) == [list(range(300))] * 2
 
 
 async def test_a_named_segment_loses_its_name_once_all_have_attached() -> None:

@@ -35,7 +35,6 @@ from aioshm import (
 from aioshm.process.proc import process_state
 from aioshm.queue.local.source import RingSource
 from aioshm.queue.names.registry import NamedWriters
-from aioshm.ring.cores import native_core
 
 NAMED = HELPERS / "named_child.py"
 
@@ -471,27 +470,6 @@ async def test_closing_while_a_writer_is_looked_for() -> None:
         await reader.aclose()
         with pytest.raises(EndClosed):
             await waiting
-
-
-@pytest.mark.skipif(not native_core, reason="the native core's short cuts")
-def test_short_cuts_of_the_old_ring_are_not_taken() -> None:
-    with blocking.MessageQueue.attach("steps", 0, reconnect=True) as reader:
-        writing = Thread(blocking_writers, 1)
-        assert [reader.dequeue(20)[1] for _ in range(5)] == [0, 1, 2, 3, 4]
-        writing.result()
-        with pytest.raises(TimeoutError):
-            reader.dequeue(0.01)
-        writing = Thread(blocking_writers, 1)
-        outcomes: list[Any] = []
-        while len(outcomes) < 6:
-            try:
-                outcomes.append(reader.dequeue(0))
-            except QueueRestarted:
-                outcomes.append("restarted")
-            except TimeoutError:
-                continue
-        writing.result()
-        assert outcomes == ["restarted", *((0, number) for number in range(5))]
 
 
 async def test_messages_are_counted_once_while_a_reader_changes_its_writer(monkeypatch: pytest.MonkeyPatch) -> None:
