@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -40,16 +40,9 @@ class Nursery:
 
 
 @contextmanager
-def nursery(handle: str, rank: int, journal: Path, inside: Sequence[str] = ()) -> Iterator[Nursery]:
-    """Give a nursery of readers of one rank to the block.
-
-    Args:
-        handle: The queue's.
-        rank: Theirs.
-        journal: Where they write down what they receive.
-        inside: What runs the command that follows it elsewhere, as in a network namespace.
-    """
-    command = [*inside, sys.executable, str(SCRIPT), handle, str(rank), str(journal)]
+def nursery(handle: str, rank: int, journal: Path) -> Iterator[Nursery]:
+    """Give a nursery of readers of one rank to the block, who write down in a journal what they receive."""
+    command = [sys.executable, str(SCRIPT), handle, str(rank), str(journal)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Nursery(process, journal)

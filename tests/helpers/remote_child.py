@@ -9,16 +9,12 @@ import asyncio
 import itertools
 import sys
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 from remotes import wide_writer
 
-from aioshm import QueueClosed
 
-
-def say(what: object) -> None:
-    print(what, flush=True)
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
 async def _write(timeout: str, size: str, numbers: Iterable[int]) -> None:
@@ -38,22 +34,6 @@ async def close(timeout: str, count: str, size: str) -> None:
 async def stream(timeout: str, size: str) -> None:
     """Write messages until somebody ends it."""
     await _write(timeout, size, itertools.count())
-
-
-async def bereaved(ip: str, timeout: str, policy: Any, stop: str) -> None:
-    """Send numbers to readers that are killed until there is a file, and say how many those were."""
-    options = {"remote_timeout": float(timeout), "on_reader_death": policy, "remote_window": 200}
-    sent, done = 0, Path(stop)
-    async with wide_writer(0, 1, connect_ip=ip, **options) as writer:
-        say(writer.export_handle().to_json())
-        while not done.exists():
-            try:
-                await writer.enqueue(sent, 0.1)
-                sent += 1
-            except (TimeoutError, QueueClosed):  # there is no reader just now
-                pass
-            await asyncio.sleep(0.001)
-    say(sent)
 
 
 if __name__ == "__main__":

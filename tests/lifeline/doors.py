@@ -38,12 +38,11 @@ def hello(rank: int = 0, **changes: Any) -> Hello:
 class Door:
     """The writer's side. What happens to it, in order, is in ``log``."""
 
-    def __init__(self, address: str, *, backlog: int = 300, segment: bool = True) -> None:
+    def __init__(self, address: str, *, backlog: int = 300) -> None:
         self.address = address
         self.listener = LifelineListener(address, QUEUE_ID, TOKEN, backlog)
-        self.segment = os.memfd_create("segment") if segment else -1
-        if segment:
-            os.write(self.segment, b"the segment")
+        self.segment = os.memfd_create("segment")
+        os.write(self.segment, b"the segment")
         self.log: list[tuple[str, int]] = []
         self.peers: dict[int, Peer] = {}
         self.missing: list[tuple[int, bool]] = []
@@ -64,9 +63,8 @@ class Door:
     def admit(self, greeting: Hello) -> tuple[Welcome, list[int]]:
         if greeting.rank not in RANKS:
             raise HandleError(f"no local reader has rank {greeting.rank}")
-        fds = [self.segment] if self.segment >= 0 else []
         bells = self.listener.doorbell is not None
-        return Welcome(pid=4711, secret=b"secret", segment=bool(fds), bells=bells), fds
+        return Welcome(pid=4711, secret=b"secret", segment=True, bells=bells), [self.segment]
 
     def awaits_end(self, hello: Hello) -> bool:
         return False
@@ -170,25 +168,25 @@ async def until_hung_up(sock: socket.socket) -> bytes:
 # What other processes do
 
 
-def read_for_ever(pipe: Connection, address: str, rank: int, fork: bool) -> None:
+def read_for_ever(pipe: Connection, address: str, rank: int) -> None:
     """Attach, and stay; say so, with the pid of a forked child that stays as well."""
 
     async def read() -> None:
         reader = await Reader.admitted(address, rank)
-        pipe.send(_forked(reader.lifeline, pipe) if fork else 0)
+        pipe.send(_forked(reader.lifeline, pipe))
         await asyncio.Event().wait()
 
     asyncio.run(read())
 
 
-def listen_for_ever(pipe: Connection, address: str, fork: bool) -> None:
+def listen_for_ever(pipe: Connection, address: str) -> None:
     """Open a door, and stay; say so once a reader has come, with the pid of a forked child that stays as well."""
 
     async def listen() -> None:
         async with opened(address) as door:
             pipe.send(0)
             await until(lambda: door.peers, "a reader")
-            pipe.send(_forked(door.listener, pipe) if fork else 0)
+            pipe.send(_forked(door.listener, pipe))
             await asyncio.Event().wait()
 
     asyncio.run(listen())

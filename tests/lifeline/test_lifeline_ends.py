@@ -136,22 +136,22 @@ class TestLeaving:
 
 
 class TestDeath:
-    @pytest.mark.parametrize("fork", [False, True], ids=["", "with a forked child"])
-    async def test_of_a_reader(self, address: str, fork: bool) -> None:
+    """Also where a forked child has copies of the dead end's descriptors."""
+
+    async def test_of_a_reader(self, address: str) -> None:
         async with opened(address) as door:
-            with another_process(read_for_ever, address, 7, fork) as (process, pipe):
+            with another_process(read_for_ever, address, 7) as (process, pipe):
                 await until(pipe.poll, "the reader", 30)
                 child = pipe.recv()
                 assert door.log == [("attached", 7)]
                 assert door.peers[7].seen_pid == process.pid
                 process.kill()
                 await until(lambda: door.log[-1] == ("died", 7), "the news of its death")
-                assert not fork or psutil.pid_exists(child)
+                assert psutil.pid_exists(child)
 
     @pytest.mark.slow_on_uvloop
-    @pytest.mark.parametrize("fork", [False, True], ids=["", "with a forked child"])
-    async def test_of_the_writer(self, any_address: str, fork: bool) -> None:
-        with another_process(listen_for_ever, any_address, fork) as (process, pipe):
+    async def test_of_the_writer(self, any_address: str) -> None:
+        with another_process(listen_for_ever, any_address) as (process, pipe):
             await until(pipe.poll, "the writer", 30)
             pipe.recv()
             reader = await Reader.admitted(any_address)
@@ -161,7 +161,7 @@ class TestDeath:
             process.kill()
             await reader.hears("died")
             assert not reader.lifeline.said_goodbye
-            assert not fork or psutil.pid_exists(child)
+            assert psutil.pid_exists(child)
             await until(lambda: nobody_listens(any_address), "the end of the listener")
             reader.lifeline.close()
 

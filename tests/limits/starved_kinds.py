@@ -6,44 +6,35 @@ same ends where they are there and by new ones where they are not; so the peer s
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any
 
-from starved_queues import Blocking, Grouping, Merging, Reading, Writing, come_back, read_blocking, write_blocking
+from scenes import SCENES
+from starved_queues import Reading, Writing, keep_identity, meet_in_group
 from starved_services import (
     Alone,
-    EngineCore,
-    FrontEnd,
     Publishing,
     PublishingFromThreads,
     Subscribing,
     coordinate,
-    manage,
-    work_in_group,
+    play,
 )
 
 KINDS: dict[str, Any] = {
-    "local-writer": Writing(remote=False),
-    "local-reader": Reading(remote=False),
+    "local-writer": Writing(),
+    "local-reader": Reading(),
     "overflow-writer": Writing(overflow="zmq"),
     "overflow-reader": Reading(overflow="zmq"),
     "remote-writer": Writing(remote=True),
     "remote-reader": Reading(remote=True),
-    "blocking-local-writer": Blocking(lambda subject: write_blocking(subject, False), Writing(remote=False)),
-    "blocking-remote-writer": Blocking(lambda subject: write_blocking(subject, True), Writing(remote=True)),
-    "blocking-local-reader": Blocking(read_blocking, Reading(remote=False)),
-    "blocking-remote-reader": Blocking(read_blocking, Reading(remote=True)),
-    "merge": Merging(),
-    "group-writer": Grouping(0),
-    "group-reader": Grouping(1),
+    "blocking-local-reader": Reading(blocking=True),
+    "blocking-remote-writer": Writing(remote=True, blocking=True),
+    "identity": Alone(keep_identity),
+    "group": Alone(meet_in_group),
     "publisher": Publishing(),
     "threaded-publisher": PublishingFromThreads(),
     "subscriber": Subscribing(),
-    "front-end": FrontEnd(),
-    "engine-core": EngineCore(),
+    "engine": Alone(partial(play, SCENES["engine"])),
     "coordinator": Alone(coordinate),
-    "manager": Alone(manage),
-    "worker-group": Alone(work_in_group),
-    "name": Alone(functools.partial(come_back, remote=False)),
-    "identity": Alone(functools.partial(come_back, remote=True)),
+    "workers": Alone(partial(play, SCENES["workers"])),
 }

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from children import child
-from nursery import nursery, runs_of
 from proxy import proxied
 from remotes import ready_ends, wide_writer
 from replacing import REMOTE_TIMEOUT_S, becomes, bereaved, elsewhere, joined, state
-from support import HELPERS, eventually
-from two_hosts import two_hosts
 
 from aioshm import (
     HandleError,
@@ -200,46 +193,3 @@ async def test_newcomer_is_refused_where_the_reader_that_has_the_rank_does_not_a
         async with MessageQueue.create_from_handle(writer.export_handle(), 0) as newcomer:
             with pytest.raises(HandleError, match="rank 0 is taken by"):
                 await newcomer.wait_until_ready(10)
-
-
-# On another host
-
-
-KILLS = 4
-WINDOW = 200  # of the writer in remote_child.py
-MOST_BETWEEN = 40
-
-
-def test_readers_killed_and_replaced_under_traffic_lose_one_message_each_at_most(tmp_path: Path) -> None:
-    chance = random.Random(KILLS)
-    stop = tmp_path / "stop"
-    with two_hosts() as hosts:
-        arguments = ["bereaved", hosts.addresses[0], "1.0", "hold", str(stop)]
-        command = [*hosts.enter(0), sys.executable, "-W", "error", str(HELPERS / "remote_child.py"), *arguments]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-            try:
-                assert writer.stdout is not None
-                with nursery(writer.stdout.readline(), 0, tmp_path / "journal", hosts.enter(1)) as readers:
-                    pid = readers.start()
-                    eventually(readers.count, "traffic")
-                    for _ in range(KILLS):
-                        wanted = readers.count() + chance.randrange(MOST_BETWEEN)
-                        eventually(lambda wanted=wanted: readers.count() >= wanted, f"traffic up to message {wanted}")
-                        os.kill(pid, signal.SIGKILL)
-                        pid = readers.start()  # before the writer can have noticed
-                    wanted = readers.count() + 1
-                    eventually(lambda: readers.count() >= wanted, "traffic to the last reader")
-                    stop.touch()
-                    sent = int(writer.communicate(timeout=30)[0])
-                    eventually(lambda: readers.lines()[-1][1] == sent - 1, "the last message")
-                    runs = runs_of(readers.lines())
-            finally:
-                writer.kill()
-    following = 0
-    for run in runs:
-        assert run[0] <= following + 1 + KILLS + 1 - len(runs), "at most one message is lost for each death"
-        assert following - run[0] <= WINDOW, "acknowledged messages came again"
-        following = max(following, run[-1] + 1)
-    lost = set(range(sent)) - {number for run in runs for number in run}
-    assert len(lost) <= KILLS, sorted(lost)
-    assert len(runs) > KILLS // 2, "under traffic"
