@@ -114,39 +114,6 @@ async def test_the_slot_is_held_as_long_as_the_block_lasts() -> None:
             assert await reader.dequeue_many(5, 5) == ["second", "third"]
 
 
-async def test_random_cancellations() -> None:
-    rng = random.Random(3)
-    async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
-        sent = begun = cancelled = 0
-        large = np.zeros(LARGE, np.uint8)
-
-        async def take() -> None:
-            nonlocal begun
-            async with reader.lease() as (number, _payload):
-                assert number == begun
-                begun += 1
-                await turns(rng.randrange(3))
-
-        while cancelled < 300:
-            if sent - begun < 3 and rng.random() < 0.6:
-                try:
-                    writer.enqueue_nowait((sent, large if sent % 9 == 0 else b"s" * (6000 if sent % 11 == 5 else 5)))
-                    sent += 1
-                except QueueFull:  # for a moment after a large message
-                    pass
-            task = asyncio.ensure_future(take())
-            await turns(rng.randrange(6))
-            task.cancel()
-            try:
-                await task
-            except asyncio.CancelledError:
-                cancelled += 1
-        while begun < sent:
-            await take()
-        with pytest.raises(QueueEmpty):
-            reader.dequeue_nowait()
-
-
 async def test_ways_out_of_waiting() -> None:
     async with attached(1) as (writer, (reader,)):
         with pytest.raises(TimeoutError):

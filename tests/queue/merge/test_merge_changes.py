@@ -13,7 +13,7 @@ import pytest
 from children import child
 from faces import Thread
 from faces import child as blocking_child
-from merging import BIG, all_asleep, asleep, blocking_queues, queues, take
+from merging import all_asleep, asleep, blocking_queues, queues, take
 from support import eventually
 
 from aioshm import CodecError, EndClosed, MessageQueue, PeerDied, QueueRestarted, RoleError, blocking, merge
@@ -90,42 +90,6 @@ class TestRemoving:
                 await writers[1].enqueue(number, 20)
                 assert await direct == number
                 merged.add(1, readers[1])
-
-    async def test_nothing_is_lost_and_all_is_in_order(self) -> None:
-        async with queues(3, 1, chunks=8) as (writers, readers):
-            rng = random.Random(3)
-            merged = merge(readers)
-            received: list[tuple[int, Any]] = []
-
-            async def send(which: int) -> None:
-                for number in range(150):
-                    await writers[which].enqueue((number, bytes(BIG if number % 97 == 0 else 10)), 20)
-                    if number % 7 == which:
-                        await asyncio.sleep(0)
-
-            async def iterate() -> None:
-                async for rank, (number, _) in merged:
-                    received.append((rank, number))
-
-            sending = [asyncio.ensure_future(send(which)) for which in range(4)]
-            iterating = asyncio.ensure_future(iterate())
-            while len(received) < 600:
-                await asyncio.sleep(0)
-                if rng.random() < 0.3 and len(received) < 550:
-                    rank = rng.randrange(4)
-                    merged.remove(rank)
-                    left = 150 - sum(each == rank for each, _ in received)
-                    for _ in range(min(left, rng.randrange(3))):
-                        number, _ = await readers[rank].dequeue(20)
-                        received.append((rank, number))
-                    merged.add(rank, readers[rank])
-                assert not iterating.done()
-            await asyncio.gather(*sending)
-            iterating.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await iterating
-            for rank in readers:
-                assert [number for each, number in received if each == rank] == list(range(150))
 
     async def test_the_last_one_ends_the_iteration_which_one_that_is_added_begins_again(self) -> None:
         async with queues(2) as (writers, readers):
