@@ -10,24 +10,21 @@ import json
 import os
 import signal
 import sys
-import time
-from typing import Any, TypeVar
+from typing import Any
 
-from aioshm import MessageQueue, Options, blocking
-
-Q = TypeVar("Q", MessageQueue[Any], blocking.MessageQueue[Any])
+from aioshm import MessageQueue, Options
 
 MESSAGES = 5
 LATER_S = 0.01
 
 
-def new_writer(kind: type[Q], name: str | None, remote: bool, ending: str, slots: int) -> Q:
+def new_writer(name: str | None, remote: bool, ending: str, slots: int) -> MessageQueue[Any]:
     """Make a queue for one reader; a small one, because there are thousands."""
     arguments: dict[str, Any] = {"max_chunk_bytes": 1024, "max_chunks": slots, "slots": slots}
     if not remote:
-        return kind(1, 1, name=name, **arguments)
+        return MessageQueue(1, 1, name=name, **arguments)
     options = Options(remote_timeout=0.5) if ending == "dies" else None
-    return kind(1, 0, connect_ip="127.0.0.1", options=options, **arguments)
+    return MessageQueue(1, 0, connect_ip="127.0.0.1", options=options, **arguments)
 
 
 async def write(writer: MessageQueue[Any], ending: str) -> None:
@@ -39,17 +36,9 @@ async def write(writer: MessageQueue[Any], ending: str) -> None:
         await writer.aclose()
 
 
-def write_blocking(writer: blocking.MessageQueue[Any], ending: str) -> None:
-    """Send all messages, then close the queue, immediately or later."""
-    with writer:
-        writer.enqueue_many(range(MESSAGES))
-        if ending == "later":
-            time.sleep(LATER_S)
-
-
 async def write_all(names: list[str | None], remote: bool, ending: str, slots: int) -> None:
     """Write to one queue for each name, then end."""
-    writers = [new_writer(MessageQueue[Any], name, remote, ending, slots) for name in names]
+    writers = [new_writer(name, remote, ending, slots) for name in names]
     print(json.dumps([writer.export_handle().to_json() for writer in writers]), flush=True)
     await asyncio.gather(*(write(writer, ending) for writer in writers))
     if ending == "dies":

@@ -1,4 +1,4 @@
-"""One end in a storm of signals whose handlers raise: ``python storm_child.py END CODEC WHERE SIGNALS``.
+"""One end in a storm of signals whose handlers raise: ``storm_child.py END CODEC WHERE SIGNALS``.
 
 The main thread uses it, another thread the other end; numbered messages tell what was lost, doubled or swapped.
 """

@@ -41,7 +41,8 @@ def test_other_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "error"), [("lease", KeyboardInterrupt), ("lease", StopIteration), ("acquire_read", GeneratorExit)]
+    ("block", "error"),
+    [("lease", KeyboardInterrupt), ("lease", StopIteration), ("acquire_read", GeneratorExit)],
 )
 def test_what_a_block_raises_is_not_changed(block: str, error: type[BaseException]) -> None:
     with pair(chunks=1) as (writer, reader):

@@ -29,7 +29,7 @@ def starving() -> Iterator[None]:
 
 @asynccontextmanager
 async def withheld() -> AsyncIterator[tuple[MessageQueue, MessageQueue, Callable[[], None]]]:
-    """Give a queue to the block with large messages whose descriptors are passed on when the function is called."""
+    """Give a queue with large messages, and a function that passes their descriptors on, to the block."""
     async with attached() as (writer, (reader,)):
         pass_on = withhold(writer)
         for message in LARGE:
@@ -42,7 +42,7 @@ async def test_every_call_says_so_and_loses_nothing() -> None:
         with starving():
             hand_over()
             for _ in range(2):
-                with pytest.raises(OutOfDescriptors, match=r"message 0 of 50\d+ bytes needs .*RLIMIT_NOFILE.*ulimit"):
+                with pytest.raises(OutOfDescriptors, match=r"message 0 of 50\d+ bytes .*RLIMIT_NOFILE.*ulimit"):
                     await reader.dequeue(20)
                 with pytest.raises(OutOfDescriptors):
                     reader.dequeue_nowait()

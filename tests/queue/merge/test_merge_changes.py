@@ -16,7 +16,16 @@ from faces import child as blocking_child
 from merging import all_asleep, asleep, blocking_queues, queues, take
 from support import eventually
 
-from aioshm import CodecError, EndClosed, MessageQueue, PeerDied, QueueRestarted, RoleError, blocking, merge
+from aioshm import (
+    CodecError,
+    EndClosed,
+    MessageQueue,
+    PeerDied,
+    QueueRestarted,
+    RoleError,
+    blocking,
+    merge,
+)
 from aioshm.queue.merge import Merged
 
 

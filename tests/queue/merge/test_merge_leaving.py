@@ -100,7 +100,7 @@ class TestGivingUp:
 
 
 def _is_refused(merged: Any) -> bool:
-    """Return whether a forked child may not use the merge, nor harm its parent when it forgets the merge."""
+    """Return whether a forked child, which also forgets the merge, is refused."""
     try:
         merged._loop = None
         merged._take(merged._running[0])

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from faces import Thread
-from merged_child import MESSAGES, new_writer, write, write_blocking
+from merged_child import MESSAGES, new_writer, write
 from support import HELPERS
 
 from aioshm import AioshmError, MessageQueue, MessagesLost, PeerDied, blocking, merge
@@ -20,12 +19,11 @@ SCRIPT = HELPERS / "merged_child.py"
 QUEUES = 5
 MERGES = 4
 
-PLACES = [(place, found) for place in ("task", "thread", "process") for found in ("handle", "name", "remote")]
 CASES = [
     (place, found, ending)
-    for place, found in PLACES
-    for ending in ("closes", "later", "dies")
-    if place == "process" or ending != "dies"
+    for place, endings in (("task", ("closes", "later")), ("process", ("closes", "later", "dies")))
+    for found in ("handle", "name", "remote")
+    for ending in endings
 ]
 
 
@@ -65,12 +63,8 @@ async def test_merge_of_writers_that_end_soon_receives_all_messages(
         senders: list[Any] = []
         if place == "process":
             handles = await asyncio.to_thread(fork, names, remote, ending, slots)
-        elif place == "thread":
-            blocking_writers = [new_writer(blocking.MessageQueue[Any], name, remote, ending, slots) for name in names]
-            handles = [writer.export_handle().to_json() for writer in blocking_writers]
-            senders = [asyncio.to_thread(Thread(write_blocking, writer, ending).result) for writer in blocking_writers]
         else:
-            writers = [new_writer(MessageQueue[Any], name, remote, ending, slots) for name in names]
+            writers = [new_writer(name, remote, ending, slots) for name in names]
             handles = [writer.export_handle().to_json() for writer in writers]
             senders = [asyncio.create_task(write(writer, ending)) for writer in writers]
         kind: Any = blocking.MessageQueue if way == "blocking" else MessageQueue
