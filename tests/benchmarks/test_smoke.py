@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,22 @@ def command(benchmark: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"benchmarks.{benchmark}", *arguments]
 
 
-def run(benchmark: str, *arguments: str, loop: str = "uvloop") -> Any:
-    """Run a benchmark; return its report, whose form is checked."""
+def completed(benchmark: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        command(benchmark, "--quick", "--json", "--loop", loop, *arguments),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
+        command(benchmark, "--quick", *arguments), cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr
-    report = json.loads(done.stdout)
+    return done
+
+
+def run(benchmark: str, *arguments: str, loop: str = "uvloop") -> Any:
+    """Run a benchmark; return its report, whose form is checked."""
+    report = json.loads(completed(benchmark, "--json", "-", "--loop", loop, *arguments).stdout)
+    assert report["failures"] == []
     assert report["benchmark"] == benchmark
-    assert report["settings"] == {"repeat": 1, "seconds": 0.05, "quick": True}
+    assert report["settings"].items() >= {"repeat": 1, "seconds": 0.05, "quick": True}.items()
     for key in ["cpu", "usable_cpus", "system", "python", "loop", "aioshm", "pyzmq", "libzmq", "uvloop", "numpy"]:
         assert report["machine"][key]
     assert report["machine"]["loop"] == loop
@@ -134,6 +136,47 @@ def test_defaults() -> None:
     [blocking] = [promise for promise in report["promises"] if "aioshm blocking against aioshm" in promise["text"]]
     assert blocking["at_least"]
     assert blocking["kept"] == (blocking["measured"] >= blocking["bound"])
+
+
+@pytest.mark.slow
+def test_compare_streams_and_round_trips_as_json() -> None:
+    names = ["aioshm", "aioshm blocking", "zmq.asyncio", "pyzmq"]
+    report = run("compare", "--only", "dict", "pingpong", "--contestants", *names)
+    assert measured(report) == {(case, name, 1) for case in ("small dict", "64 B ping-pong") for name in names}
+    for result in report["results"]:
+        assert all(figure["median"] > 0 for figure in result["figures"].values())
+    [promise] = report["promises"]
+    assert promise["text"] == "small dict: messages/s of aioshm blocking against aioshm (at least 0.95x)"
+    assert "not measured: small dict: messages/s of aioshm against vLLM (at least 7x)" in report["remarks"]
+
+
+@pytest.mark.slow
+def test_compare_arrays_that_are_loaned_leases_and_memory() -> None:
+    report = run("compare", "--only", "loaned", "lease-1m", "memory")
+    assert {("1 MiB tensor that waits", "aioshm leased", 1), ("16 MiB, loaned", "aioshm loaned", 1)} <= measured(report)
+    kept = {promise["text"]: promise["kept"] for promise in report["promises"]}
+    [copied] = [text for text in kept if "bytes copied of each" in text]
+    [resident] = [text for text in kept if "memory of the ring" in text]
+    assert kept[copied]
+    assert kept[resident]
+
+
+@pytest.mark.slow
+def test_compare_prints_a_table_a_file_and_who_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "figures.json"
+    names = ["aioshm", "mp.Queue", "mp.Pipe", "iceoryx2 polling"]
+    done = completed("compare", "--only", "fanout-2", "5ms", "--contestants", *names, "--json", str(path))
+    report = json.loads(path.read_text())
+    assert str(path) in done.stderr
+    assert any(row.split()[:4] == ["small", "dict", "2", "aioshm"] for row in done.stdout.splitlines())
+    assert "every 5 ms" in done.stdout
+    assert "reader cpu, %" in done.stdout
+    assert "not measured: every 5 ms: p50 of aioshm against vLLM (at most 1x)" in done.stdout
+    assert {("small dict", "aioshm", 2), ("every 5 ms", "mp.Pipe", 1)} <= measured(report)
+    if find_spec("iceoryx2") is None:
+        hint = "missing: iceoryx2 polling (iceoryx2 is not installed; `make bench-rivals` gets it)"
+        assert hint in done.stderr
+        assert hint in report["settings"]["missing"]
 
 
 def test_its_processes_end_with_it() -> None:
