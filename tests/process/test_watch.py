@@ -8,38 +8,37 @@ import multiprocessing
 import os
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fake_process import FakeProcess
 
 from aioshm.process.watch import ProcessWatch
 
+SLEEP = "import time; time.sleep(1000)"
+
 
 async def test_sentinel_that_another_process_holds_open_hides_no_exit() -> None:
     read, write = os.pipe()
-    process = FakeProcess("EngineCore_0", "-c", "import time; time.sleep(1000)")
+    process = FakeProcess("EngineCore_0", "-c", SLEEP)
     pidfd, process.sentinel = process.sentinel, read
     died = asyncio.Event()
-    watch = ProcessWatch([process], on_exit=died.set)
-    try:
+    with ProcessWatch([process], on_exit=died.set) as watch:
         await asyncio.sleep(0.02)
         assert not died.is_set()
         process.kill()
         await asyncio.wait_for(died.wait(), 20)
         assert [(each.name, each.exitcode) for each in watch.exited()] == [("EngineCore_0", -9)]
-    finally:
-        watch.close()
-        watch.close()
-        for descriptor in (read, write, pidfd):
-            os.close(descriptor)
+    watch.close()
+    for descriptor in (read, write, pidfd):
+        os.close(descriptor)
 
 
 async def test_exit_whose_code_another_part_of_the_program_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioshm.process.watch._CODE_WITHIN_S", 0.05)
     process = FakeProcess("EngineCore_0", "-c", "")
-    stolen: Any = SimpleNamespace(name="X", pid=process.pid, exitcode=None, sentinel=process.sentinel)
-    stolen = type("Stolen", (), vars(stolen))()
-    with ProcessWatch([stolen]) as watch:
+    stolen: Any = type("Stolen", (), {"name": "X", "pid": process.pid, "exitcode": None, "sentinel": process.sentinel})
+    with ProcessWatch([stolen()]) as watch:
         assert [(each.name, each.exitcode) for each in await watch.next()] == [("X", None)]
     process.said()
     os.close(process.sentinel)
@@ -84,7 +83,7 @@ async def test_process_that_was_not_started_is_refused() -> None:
 
 
 async def test_exits_are_awaited_one_after_the_other() -> None:
-    first, second = (FakeProcess(name, "-c", "import time; time.sleep(1000)") for name in ("first", "second"))
+    first, second = (FakeProcess(name, "-c", SLEEP) for name in ("first", "second"))
     loop = asyncio.get_running_loop()
     shared = asyncio.Event()
 
@@ -117,7 +116,7 @@ async def test_exit_is_noticed_without_a_descriptor(monkeypatch: pytest.MonkeyPa
     def refuse(*_: Any) -> int:
         raise OSError(errno.EMFILE, "none left")
 
-    process = FakeProcess("one", "-c", "import time; time.sleep(1000)")
+    process = FakeProcess("one", "-c", SLEEP)
     monkeypatch.setattr(os, "dup", refuse)
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with ProcessWatch([process]) as watch:
@@ -127,19 +126,7 @@ async def test_exit_is_noticed_without_a_descriptor(monkeypatch: pytest.MonkeyPa
     os.close(process.sentinel)
 
 
-class Written:
-    """A manager whose processes have written these lines."""
-
-    def __init__(self, process: FakeProcess, lines: list[str] | Exception) -> None:
-        self.processes = [process]
-        self._lines = lines
-
-    def last_lines(self, name: str) -> list[str]:
-        if isinstance(self._lines, Exception):
-            raise self._lines
-        return self._lines
-
-
+@pytest.mark.one_loop
 @pytest.mark.parametrize(
     ("code", "lines", "text"),
     [
@@ -154,7 +141,8 @@ async def test_exit_of_a_managed_process_names_the_last_line_of_its_stderr(
     code: str, lines: list[str] | Exception, text: str
 ) -> None:
     process = FakeProcess("one", "-c", code)
-    with ProcessWatch(manager=Written(process, lines)) as watch:
+    last_lines = Mock(return_value=lines) if isinstance(lines, list) else Mock(side_effect=lines)
+    with ProcessWatch(manager=SimpleNamespace(processes=[process], last_lines=last_lines)) as watch:
         [found] = await watch.next()
     assert found.describe() == f"one (pid {process.pid}) {text}"
     process.said()
