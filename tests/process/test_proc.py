@@ -104,21 +104,17 @@ class TestStacks:
         assert users_line([watch, waiting], beyond_loops=True) == outer
 
     def test_output_of_py_spy_is_parsed(self) -> None:
-        def frame(name: str, file: str, line: int) -> dict[str, object]:
-            return {"name": name, "filename": file, "line": line, "module": None}
-
+        frame = {"name": "work", "filename": "/srv/app.py", "line": 12, "module": None}
         threads = [
-            {"thread_name": None, "os_thread_id": 5, "active": True, "frames": [frame("work", "/srv/app.py", 12)]},
+            {"thread_name": None, "os_thread_id": 5, "active": True, "frames": [frame]},
             {"thread_name": "pool", "os_thread_id": 6, "active": False, "frames": []},
             {"thread_name": None, "os_thread_id": 7, "active": False, "frames": []},
         ]
-        stacks = parse_spy(msgspec.json.encode(threads), 5)
-        assert [(each.name, each.is_main, each.is_running) for each in stacks] == [
-            ("MainThread", True, True),
-            ("pool", False, False),
-            ("7", False, False),
+        assert list(parse_spy(msgspec.json.encode(threads), 5)) == [
+            Stack("MainThread", True, True, (self.own,)),
+            Stack("pool", False, False, ()),
+            Stack("7", False, False, ()),
         ]
-        assert stacks[0].frames == (self.own,)
 
     @pytest.mark.parametrize("text", [b"", b"[1]", b'[{"frames": 1}]', b"\xff"])
     def test_other_output_of_py_spy_is_refused(self, text: bytes) -> None:

@@ -152,29 +152,27 @@ def test_without_affinity_cpus_are_an_error_and_env_works(monkeypatch: pytest.Mo
             Placement(**options).of(1)  # type: ignore[arg-type]
 
 
-class TestTopology:
-    def test_nodes_with_cpus_and_memory(self, tmp_path: Path) -> None:
-        for number, cpus in ((10, ""), (2, "4-7,12\n")):
-            folder = tmp_path / f"node/node{number}"
-            folder.mkdir(parents=True)
-            (folder / "cpulist").write_text(cpus)
-        (folder / "meminfo").write_text(
-            "Node 2 MemTotal:  2048 kB\nNode 2 MemFree: 1024 kB\nNode 2 HugePages_Free: 1\n"
-        )
-        assert placement.numa_nodes(tmp_path) == {
-            2: NumaNode(frozenset({4, 5, 6, 7, 12}), 2 << 20, 1 << 20),
-            10: NumaNode(frozenset()),
-        }
+def test_nodes_and_sockets_are_read_from_sysfs(tmp_path: Path) -> None:
+    files = {
+        "node/node10/cpulist": "",
+        "node/node2/cpulist": "4-7,12\n",
+        "node/node2/meminfo": "Node 2 MemTotal:  2048 kB\nNode 2 MemFree: 1024 kB\nNode 2 HugePages_Free: 1\n",
+        "cpu/cpu0/topology/physical_package_id": "0\n",
+        "cpu/cpu1/topology/physical_package_id": "1\n",
+        "cpu/cpu10/topology/physical_package_id": "0\n",
+        "cpu/cpu3/online": "0\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert placement.numa_nodes(tmp_path) == {
+        2: NumaNode(frozenset({4, 5, 6, 7, 12}), 2 << 20, 1 << 20),
+        10: NumaNode(frozenset()),
+    }
+    assert placement.sockets(tmp_path) == {0: {0, 10}, 1: {1}}
+    assert (placement.numa_nodes(tmp_path / "none"), placement.sockets(tmp_path / "none")) == ({}, {})
 
-    def test_sockets(self, tmp_path: Path) -> None:
-        for cpu, package in ((0, 0), (1, 1), (10, 0)):
-            folder = tmp_path / f"cpu/cpu{cpu}/topology"
-            folder.mkdir(parents=True)
-            (folder / "physical_package_id").write_text(f"{package}\n")
-        (tmp_path / "cpu/cpu3").mkdir()  # offline
-        assert placement.sockets(tmp_path) == {0: {0, 10}, 1: {1}}
-        assert (placement.numa_nodes(tmp_path / "none"), placement.sockets(tmp_path / "none")) == ({}, {})
 
-    @pytest.mark.parametrize("text", ["none", "0", "0-3,8", "1,3,5-6"])
-    def test_lists_are_shown_as_they_are_read(self, text: str) -> None:
-        assert placement.show_cpus(placement.parse_cpus(text.replace("none", "\n"))) == text
+@pytest.mark.parametrize("text", ["none", "0", "0-3,8", "1,3,5-6"])
+def test_lists_of_cpus_are_shown_as_they_are_read(text: str) -> None:
+    assert placement.show_cpus(placement.parse_cpus(text.replace("none", "\n"))) == text

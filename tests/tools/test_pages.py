@@ -38,16 +38,12 @@ SLOW = {
 """Pages that take more than some seconds."""
 
 
-def _blocks(page: Path) -> list[object]:
-    return [block for block in blocks_of(ROOT / page) if block.is_run and block.language in ("python", "console")]
-
-
 @pytest.mark.parametrize(
     "page",
     [
         pytest.param(page, id=str(page), marks=[pytest.mark.slow] * (str(page) in SLOW))
         for page in PAGES
-        if _blocks(page)
+        if any(block.is_run and block.language in ("python", "console") for block in blocks_of(ROOT / page))
     ],
 )
 def test_blocks_run(page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
