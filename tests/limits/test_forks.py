@@ -1,25 +1,26 @@
-"""Children forked from a process with ends: they end soon, and the parent's ends go on; see ``helpers/forking.py``."""
+"""Children forked from a process with ends: they end soon, and the parent's ends go on; see ``forking.py``."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from scenes import SCENES
-from support import HELPERS
 
 LOOPS = ("asyncio", "uvloop")
 HOW = ("exit", "aclose", "del", "inside", "exit-mp", "aclose-mp")
 KINDS = list(SCENES)
-PATHS = ":".join(map(str, (HELPERS.parents[1], HELPERS.parent, HELPERS)))
+SCRIPT = Path(__file__).with_name("forking.py")
+PATHS = ":".join(map(str, (SCRIPT.parents[2], SCRIPT.parents[1])))  # processes are started that import tests
 
 
 def check_forks(kind: str, *cases: str) -> None:
     """Check all these cases, which share an interpreter that has imported everything."""
     done = subprocess.run(
-        [sys.executable, str(HELPERS / "forking.py"), kind, *cases],
+        [sys.executable, str(SCRIPT), kind, *cases],
         env=os.environ | {"PYTHONPATH": PATHS},
         capture_output=True,
         text=True,

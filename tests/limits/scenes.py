@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from starved_services import ANYWHERE, Worker, ipc, serve_engine, sleep
+
 import aioshm.blocking
-import aioshm.queue.groups.factory
-import aioshm.queue.local.overflow_sockets
-import aioshm.queue.remote.readers
-import aioshm.queue.remote.source  # not when there is no descriptor left to read the file
 from aioshm import MessageQueue, Options
 from aioshm.engine import (
     CoreEngine,
@@ -25,8 +22,6 @@ from aioshm.engine import (
     EngineStartupCoordinator,
     EngineZmqAddresses,
     WorkerGroup,
-    get_engine_client_zmq_addr,
-    run_engine_core,
 )
 from aioshm.events import (
     EventBatch,
@@ -36,7 +31,6 @@ from aioshm.events import (
     ZmqEventPublisher,
 )
 
-ANYWHERE = "tcp://127.0.0.1:0"
 MESSAGES = ("small", bytes(300_000), "last")
 """The second one is sent over the network without a copy, and through a segment of its own to local readers."""
 
@@ -50,6 +44,13 @@ async def in_thread(call: Callable[..., Any], *arguments: Any) -> Any:
     while not done.done():
         await asyncio.sleep(0.002)
     return done.result()
+
+
+async def call(end: Any, method: str, *arguments: Any) -> Any:
+    """Await a method of either API."""
+    if isinstance(end, aioshm.blocking.MessageQueue):
+        return await in_thread(getattr(end, method), *arguments)
+    return await getattr(end, method)(*arguments)
 
 
 async def close(ends: list[Any]) -> None:
@@ -76,53 +77,30 @@ def new_writer(api: Any, remote: bool, overflow: Any = "segments") -> Any:
 
 
 class Queue:
-    """A writer and its reader."""
+    """A writer and its reader, of either API."""
 
-    def __init__(self, *, remote: bool = False, overflow: str = "segments") -> None:
+    def __init__(self, api: Any = MessageQueue, *, remote: bool = False, overflow: str = "segments") -> None:
+        self.api = api
         self.remote = remote
         self.overflow = overflow
 
     async def make(self, ends: list[Any], within_s: float) -> None:
-        writer = new_writer(MessageQueue, self.remote, self.overflow)
-        ends.append(writer)
-        reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
-        ends.append(reader)
-        await asyncio.gather(writer.wait_until_ready(within_s), reader.wait_until_ready(within_s))
-
-    async def use(self, ends: list[Any], within_s: float) -> None:
-        writer, reader = ends
-        while reader.stats().messages < writer.stats().messages:  # after an error of the reader
-            await reader.dequeue(within_s)
-        for message in MESSAGES:
-            await writer.enqueue(message, within_s)
-            assert await reader.dequeue(within_s) == message
-
-
-class BlockingQueue:
-    """The same for threads."""
-
-    def __init__(self, *, remote: bool = False) -> None:
-        self.remote = remote
-
-    async def make(self, ends: list[Any], within_s: float) -> None:
         def make() -> None:
-            ends.append(new_writer(aioshm.blocking.MessageQueue, self.remote))
-            ends.append(aioshm.blocking.MessageQueue.create_from_handle(ends[0].export_handle(), 0))
+            ends.append(new_writer(self.api, self.remote, self.overflow))
+            ends.append(self.api.create_from_handle(ends[0].export_handle(), 0))
 
-        await in_thread(make)
-        await asyncio.gather(*(in_thread(end.wait_until_ready, within_s) for end in ends))
+        if self.api is MessageQueue:
+            make()
+        else:
+            await in_thread(make)
+        await asyncio.gather(*(call(end, "wait_until_ready", within_s) for end in ends))
 
     async def use(self, ends: list[Any], within_s: float) -> None:
         writer, reader = ends
-        while reader.stats().messages < writer.stats().messages:
-            await in_thread(reader.dequeue, within_s)
-        received: list[Any] = []
         for message in MESSAGES:
-            await asyncio.gather(
-                in_thread(writer.enqueue, message, within_s),
-                in_thread(lambda: received.append(reader.dequeue(within_s))),
-            )
-        assert received == [*MESSAGES]
+            sending = call(writer, "enqueue", message, within_s)
+            _, received = await asyncio.gather(sending, call(reader, "dequeue", within_s))
+            assert received == message
 
 
 class Events:
@@ -152,78 +130,38 @@ class Events:
             assert isinstance(await subscriber.receive(within_s), Received)
 
 
-class Echo:
-    """An engine whose requests are finished with their first step."""
-
-    def initialize(self, metadata: Any) -> None:
-        self.requests: list[Any] = []
-
-    def add_request(self, request: Any) -> None:
-        self.requests.append(request)
-
-    def abort_requests(self, ids: list[str]) -> None: ...
-
-    def step(self) -> list[Any]:
-        done = self.requests
-        self.requests = []
-        return [{"request_id": each["request_id"], "finish_reason": "stop"} for each in done]
-
-
 class Serving:
     """An engine in a task, closed by cancelling it."""
 
     def __init__(self, handshake: str) -> None:
-        self.task = asyncio.ensure_future(run_engine_core(Echo(), handshake, 0))
+        self._task = asyncio.ensure_future(serve_engine(handshake))
         self._pid = os.getpid()
-
-    async def during(self, call: Coroutine[Any, Any, Any]) -> None:
-        """Wait for a call, or for the engine's error."""
-        calling = asyncio.ensure_future(call)
-        await asyncio.wait({self.task, calling}, return_when=asyncio.FIRST_COMPLETED)
-        if not calling.done():
-            calling.cancel()
-            await asyncio.gather(calling, return_exceptions=True)
-            await self.task
-        await calling
 
     async def aclose(self) -> None:
         if os.getpid() == self._pid:
-            self.task.cancel()
-            await asyncio.gather(self.task, return_exceptions=True)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
 
 class Engine:
     """A front end and its engine."""
 
     async def make(self, ends: list[Any], within_s: float) -> None:
-        handshake, inputs, outputs = (get_engine_client_zmq_addr(True, "") for _ in range(3))
-        client = EngineClient(EngineZmqAddresses([inputs], [outputs]), 1)
+        handshake = ipc()
+        client = EngineClient(EngineZmqAddresses([ipc()], [ipc()]), 1)
         ends.append(client)
         client.open()
         startup = EngineStartupCoordinator(handshake, [CoreEngine(0, local=True)], client.addresses)
         ends.append(startup)
         startup.open()
-        serving = Serving(handshake)
-        ends.append(serving)
-        await serving.during(startup.wait(within_s))
-        await serving.during(client.wait_until_ready(within_s))
+        ends.append(Serving(handshake))
+        await startup.wait(within_s)
+        await client.wait_until_ready(within_s)
 
     async def use(self, ends: list[Any], within_s: float) -> None:
         for name in ("one", "two"):
             async with asyncio.timeout(within_s):
                 assert len([each async for each in ends[0].submit({"request_id": name})]) == 1
-
-
-def sleep(**_: Any) -> None:
-    time.sleep(60)
-
-
-class Worker:
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def name(self) -> int:
-        return self.rank
 
 
 class Workers:
@@ -244,8 +182,8 @@ SCENES: dict[str, Any] = {
     "local": Queue(),
     "overflow-zmq": Queue(overflow="zmq"),
     "remote": Queue(remote=True),
-    "blocking-local": BlockingQueue(),
-    "blocking-remote": BlockingQueue(remote=True),
+    "blocking-local": Queue(aioshm.blocking.MessageQueue),
+    "blocking-remote": Queue(aioshm.blocking.MessageQueue, remote=True),
     "events": Events(ZmqEventPublisher),
     "threaded-events": Events(ThreadedEventPublisher),
     "engine": Engine(),
