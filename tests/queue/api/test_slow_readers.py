@@ -25,9 +25,9 @@ CHUNKS = 4
 
 
 @asynccontextmanager
-async def three_ends(slow: Any, **options: Any) -> AsyncIterator[tuple[MessageQueue, MessageQueue, MessageQueue]]:
+async def three_ends(slow: Any, remote: int = 0) -> AsyncIterator[tuple[MessageQueue, MessageQueue, MessageQueue]]:
     """Give a ready writer, a reader that it waits for, and one that it need not wait for, to the block."""
-    writer = wide_writer(2, 0, chunks=CHUNKS, **options)
+    writer = wide_writer(2 - remote, remote, chunks=CHUNKS, remote_window=8)
     handle = writer.export_handle()
     patient = MessageQueue.create_from_handle(handle, 0, slow_reader="block")
     async with writer, patient, MessageQueue.create_from_handle(handle, 1, slow_reader=slow) as other:
@@ -38,7 +38,7 @@ async def three_ends(slow: Any, **options: Any) -> AsyncIterator[tuple[MessageQu
 async def publish(writer: MessageQueue, patient: MessageQueue, numbers: range, size: int = 10) -> None:
     """Publish messages, each of which the reader that is waited for takes at once."""
     for number in numbers:
-        writer.enqueue_nowait((number, bytes([number % 256]) * size))
+        await writer.enqueue((number, bytes([number % 256]) * size), 20)
         assert await patient.dequeue(20) == (number, bytes([number % 256]) * size)
 
 
@@ -217,40 +217,24 @@ class TestTheArgument:
 
 @pytest.mark.slow_on_uvloop
 class TestOverTheNetwork:
-    """Of two readers one dawdles; a window has 8 messages."""
-
-    @asynccontextmanager
-    async def three_ends(self, slow: Any) -> AsyncIterator[tuple[MessageQueue, MessageQueue, MessageQueue]]:
-        writer = wide_writer(0, 2, chunks=CHUNKS, remote_window=8)
-        handle = writer.export_handle()
-        patient = MessageQueue.create_from_handle(handle, 0)
-        async with writer, patient, MessageQueue.create_from_handle(handle, 1, slow_reader=slow) as other:
-            await asyncio.gather(*(end.wait_until_ready(20) for end in (writer, patient, other)))
-            yield writer, patient, other
-
-    async def publish(self, writer: MessageQueue, patient: MessageQueue, numbers: range) -> None:
-        for number in numbers:
-            await writer.enqueue((number, bytes([number % 256])), 20)
-            assert (await patient.dequeue(20))[0] == number
-
     async def test_skip(self) -> None:
-        async with self.three_ends("skip") as (writer, patient, other):
-            await self.publish(writer, patient, range(40))
+        async with three_ends("skip", remote=2) as (writer, patient, other):
+            await publish(writer, patient, range(40))
             await until(lambda: other.stats().messages + other.stats().backlog == 40, "the last one")
             got = await received(other, 40)
             lost = got[0]
             assert isinstance(lost, tuple)
             assert (lost[0], got[1:]) == (0, list(range(lost[1] + 1, 40)))
             assert len(got) in (9, 10), "a window of the newest"
-            await self.publish(writer, patient, range(40, 43))
+            await publish(writer, patient, range(40, 43))
             assert [(await other.dequeue(20))[0] for _ in range(3)] == [40, 41, 42]
 
     async def test_evict(self, caplog: pytest.LogCaptureFixture) -> None:
-        async with self.three_ends("evict") as (writer, patient, other):
-            await self.publish(writer, patient, range(8))
+        async with three_ends("evict", remote=2) as (writer, patient, other):
+            await publish(writer, patient, range(8))
             with pytest.raises(QueueFull, match=r"the window of the remote readers is full: .*rank 1"):
                 writer.enqueue_nowait("not now")
-            await self.publish(writer, patient, range(8, 20))
+            await publish(writer, patient, range(8, 20))
             assert writer.stats().readers == 1
             assert "was too slow and was evicted, 8 messages behind" in caplog.text
             assert [(await other.dequeue(20))[0] for _ in range(8)] == list(range(8))

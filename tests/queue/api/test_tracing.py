@@ -173,6 +173,9 @@ def test_plain_threads() -> None:
         with reader.lease(20):
             got += heard(reader)
         got.append(reader.last_trace_context.traceparent)
+        reader.held.undelivered.append("of a call that a signal's handler ended")
+        got += heard(reader, 2)
+        reader.held.undelivered.clear()
         return got
 
     with reading(read, trace_context=True) as (writer, thread):
@@ -180,7 +183,7 @@ def test_plain_threads() -> None:
             with TRACER.start_as_current_span("thread") as span:
                 writer.enqueue(bytearray(9000) if number == 2 else number, 20)
             spans.append(said(span))
-        assert thread.result() == [*spans, spans[-1]]
+        assert thread.result() == [*spans, spans[-1], *spans[1:3]]
 
 
 def test_threads_that_wait_for_room() -> None:
