@@ -20,7 +20,7 @@ from scenes import MESSAGES, THREADS, in_thread, new_writer
 from starving import Subject, hear
 
 import aioshm.blocking
-from aioshm import AioshmError, Handle, LimitReached, MessageQueue
+from aioshm import AioshmError, Handle, LimitReached, MessageQueue, Options
 
 SOON_S = 1.0
 LATER_S = 10.0
@@ -130,7 +130,8 @@ class Reading(Starved):
         handle = await subject.hear()
 
         def new_reader(api: Any) -> Any:
-            return api.create_from_handle(handle, 0)
+            # One that spins for its message needs no descriptor to sleep.
+            return api.create_from_handle(handle, 0, options=Options(wait="park"))
 
         reader = None
         with subject.starving():

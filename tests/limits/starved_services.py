@@ -8,7 +8,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from scenes import ANYWHERE, Scene, close
+from scenes import ANYWHERE, close
 from starved_queues import LATER_S, SOON_S
 from starving import Subject, hear
 
@@ -123,7 +123,7 @@ async def coordinate(within_s: float) -> None:
         assert coordinator.get_stats_publish_address()
 
 
-async def play(scene: Scene, within_s: float) -> None:
+async def play(scene: Any, within_s: float) -> None:
     """Make, use and close the ends of a scene in one process."""
     ends: list[Any] = []
     try:
