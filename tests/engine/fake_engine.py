@@ -34,8 +34,6 @@ def main(address: str, index: int, phase: str, fault: str) -> None:
             os._exit(int(fault.split()[1]))
         elif fault.startswith("SIG"):
             os.kill(os.getpid(), signal.Signals[fault])
-        elif fault == "garbage":
-            socket.send(b"\xc1 garbage")
         else:
             assert fault in ("wrong rank", "nothing")
 

@@ -79,13 +79,11 @@ def coordinated(coordinator: DPCoordinator, addresses: EngineZmqAddresses | None
 
 
 @asynccontextmanager
-async def in_lockstep(
-    n_engines: int, n_clients: int = 1, **options: Any
-) -> AsyncIterator[tuple[Serving, list[Rank], Peers]]:
+async def in_lockstep(n_engines: int, n_clients: int = 1) -> AsyncIterator[tuple[Serving, list[Rank], Peers]]:
     """Serve engines in lockstep; the peers are at the address of counts."""
     agreement = Agreement(n_engines)
     ranks = [Rank(agreement) for _ in range(n_engines)]
-    async with await DPCoordinator.start(n_engines, **options) as coordinator:
+    async with await DPCoordinator.start(n_engines) as coordinator:
         addresses = coordinated(coordinator, here_and_there(n_clients))
         async with served(*ranks, addresses=addresses, n_clients=n_clients) as serving:
             with Peers(CoordinatorAddresses(coordinator.get_stats_publish_address(), "", "")) as peers:
@@ -93,9 +91,8 @@ async def in_lockstep(
         assert not coordinator.last_lines("DPCoordinator")
 
 
-@pytest.mark.parametrize("kv_cache_usage", [True, pytest.param(False, marks=pytest.mark.slow)])
-async def test_requests_are_served_wave_after_wave(kv_cache_usage: bool) -> None:
-    async with asyncio.timeout(60), in_lockstep(3, kv_cache_usage=kv_cache_usage) as (serving, ranks, peers):
+async def test_requests_are_served_wave_after_wave() -> None:
+    async with asyncio.timeout(60), in_lockstep(3) as (serving, ranks, peers):
         engines = serving.client._link.engines
         for number in range(6):  # each to one engine, while all are paused
             # Counts are published late: the counts of the last request would change the choice.
@@ -110,7 +107,7 @@ async def test_requests_are_served_wave_after_wave(kv_cache_usage: bool) -> None
         paused = False
         while not paused:
             counts, wave, running = await published(front_end)
-            paused = not running and counts == [[0, 0, 0.0] if kv_cache_usage else [0, 0]] * 3
+            paused = not running and counts == [[0, 0, 0.0]] * 3
         assert wave > 0
 
 

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from aioshm.engine import (
@@ -22,7 +21,6 @@ from aioshm.engine import (
     die_with_parent,
     run_engine_core,
 )
-from aioshm.engine.startup.processes import CoreEngineProcManager
 
 FOR_EVER = 1_000_000.0
 
@@ -50,8 +48,6 @@ class Engine:
         self._moment = moment
         self._again = again
         self._group: WorkerGroup | None = None
-        if moment.startswith("group"):
-            self.has_unfinished_dp = lambda unfinished: unfinished
 
     async def initialize(self, _metadata: object) -> dict[str, Any]:
         if self._moment in ("in initialize", "none"):
@@ -75,10 +71,7 @@ class Engine:
 
 
 def serve(moment: str, handshake_address: str, dp_rank: int, local_dp_rank: int) -> None:
-    again = os.path.exists(died())
-    if again and moment == "before HELLO":
-        stop_here()
-    asyncio.run(run_engine_core(Engine(moment, again), handshake_address, dp_rank))
+    asyncio.run(run_engine_core(Engine(moment, os.path.exists(died())), handshake_address, dp_rank))
 
 
 def died() -> str:
@@ -93,17 +86,6 @@ def stop_here(*_: Any, **__: Any) -> NoReturn:
     raise AssertionError
 
 
-def stop_after(owner: type, name: str) -> None:
-    """Stop after the next call of a method."""
-    method = getattr(owner, name)
-
-    def stopping(*args: Any, **kwargs: Any) -> NoReturn:
-        method(*args, **kwargs)
-        stop_here()
-
-    setattr(owner, name, stopping)
-
-
 async def kill(supervisor: EngineSupervisor, coordinator: bool) -> None:
     """Kill the last engine, or the coordinator."""
     with open(died(), "x"):
@@ -116,16 +98,7 @@ async def kill(supervisor: EngineSupervisor, coordinator: bool) -> None:
     await asyncio.sleep(FOR_EVER)
 
 
-# What is patched before a process is killed; None: the process that starts stops by itself.
-MOMENTS: dict[str, Callable[[], object] | None] = {
-    "in imports": None,
-    "before HELLO": None,
-    "in initialize": None,
-    "coordinator: in imports": None,
-    "coordinator: spawned": lambda: setattr(DPCoordinator, "_await_addresses", stop_here),
-    "group: one is spawned": lambda: stop_after(CoreEngineProcManager, "start_engine"),
-}
-IN_IMPORTS = {"in imports": "EngineCore_0", "coordinator: in imports": "DPCoordinator"}  # which process stops there
+MOMENTS = ["in imports", "in initialize", "coordinator: spawned"]
 
 
 async def run(moment: str) -> None:
@@ -134,20 +107,14 @@ async def run(moment: str) -> None:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    lockstep = moment.startswith("group")
-    coordinator = moment.startswith("coordinator")
+    coordinator = moment == "coordinator: spawned"
     async with EngineSupervisor(
-        serve,
-        2 if lockstep or moment == "none" else 1,
-        args=(moment,),
-        lockstep=lockstep,
-        layout=EngineLayout(coordinator=lockstep or coordinator),
+        serve, 2 if moment == "none" else 1, args=(moment,), layout=EngineLayout(coordinator=coordinator)
     ) as supervisor:
         if moment == "none":
             await asyncio.sleep(FOR_EVER)
-        patch = MOMENTS[moment]
-        if patch is not None:
-            patch()
+        if coordinator:
+            DPCoordinator._await_addresses = stop_here  # type: ignore[assignment,method-assign]
         await kill(supervisor, coordinator)
 
 
@@ -156,7 +123,8 @@ if __name__ == "__main__":
     asyncio.run(run(sys.argv[1]))
 elif (
     __name__ == "__mp_main__"
+    and sys.argv[1] == "in imports"
     and os.path.exists(died())
-    and IN_IMPORTS.get(sys.argv[1]) == multiprocessing.current_process().name
+    and multiprocessing.current_process().name == "EngineCore_0"
 ):
     stop_here()

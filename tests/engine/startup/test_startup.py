@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import multiprocessing
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from startups import ADDRESSES, GOOD, addresses, engine, managed, ready_with, st
 
 from aioshm.engine import (
     CoreEngine,
-    CoreEngineProcManager,
     CoreEngineState,
     StartupProgress,
     get_engine_client_zmq_addr,
@@ -89,13 +87,6 @@ class TestSuccess:
     async def test_no_engines(self, path: str) -> None:
         async with starting(path, 0) as startup:
             assert (await startup.wait()).engines == {}
-
-    async def test_all_engines_on_other_hosts(self, path: str) -> None:
-        there = CoreEngine(4, local=False)
-        async with CoreEngineProcManager(ready_with, 0) as none:
-            joining = engine(path, 4, local=False, headless=True)
-            async with tasks(joining), starting(path, [there], none) as up:
-                assert (await up.wait(20)).num_gpu_blocks == 100
 
     async def test_engines_may_be_started_inside(self) -> None:
         async with starting(ANY, secure=False) as startup:
@@ -202,11 +193,3 @@ class TestWaiting:
             starting("inproc://x", 0)
         with pytest.raises(ValueError, match="progress_timeout"):
             starting(path, 0, progress_timeout=0)
-
-
-async def test_a_process_that_was_not_started_is_refused(path: str) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=print)
-    with pytest.raises(ValueError, match="not started"):
-        async with starting(path, 0, coordinator=process) as startup:
-            await startup.wait()
-    assert not Path(path.removeprefix("ipc://")).exists()

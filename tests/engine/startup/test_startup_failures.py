@@ -49,12 +49,6 @@ class TestFailure:
                 await ready(path, progress_timeout=0.02)
             assert not Path(path.removeprefix("ipc://")).exists()
 
-    async def test_error_names_the_address_of_the_sender(self) -> None:
-        async with starting("tcp://127.0.0.1:0") as startup:
-            async with tasks(engine(startup.handshake_address, 5)):
-                with pytest.raises(HandshakeError, match=r"engine 5 .*; it came from 127\.0\.0\.1 \("):
-                    await startup.wait(20)
-
     async def test_forgotten_startup_warns(self, path: str) -> None:
         startup = starting(path)
         startup.open()
@@ -266,23 +260,15 @@ async def test_a_process_that_ends(path: str, phase: str, fault: str, code: int,
         assert started[0].state is not READY
 
 
-@pytest.mark.parametrize(
-    ("phase", "fault", "rank", "text"),
-    [
-        ("connected", "garbage", 1, "engine 1 in state CONNECTED: undecodable payload.*expected READY"),
-        ("before HELLO", "wrong rank", 8, r"engine 8 \(identity 0800\).*expected one of engines 0, 1"),
-    ],
-)
-async def test_a_message_that_is_refused(path: str, phase: str, fault: str, rank: int, text: str) -> None:
-    heard = asyncio.Event()
+async def test_a_message_that_is_refused(path: str) -> None:
     async with managed(path, LOADING) as manager:
-        async with starting(path, 2, manager, on_progress=lambda _: heard.set()) as startup:
-            await heard.wait()  # else which of two with one rank comes first is anybody's guess
-            culprit = manager.start(phase, fault)
+        async with starting(path, 2, manager) as startup:
+            culprit = manager.start("before HELLO", "wrong rank")
+            text = r"engine 8 \(identity 0800\).*expected one of engines 0, 1"
             with pytest.raises(HandshakeError, match=text) as caught:
                 await startup.wait()
             arrived = time.monotonic()
-            assert caught.value.engine == rank
+            assert caught.value.engine == 8
             assert f"; it came from pid {culprit.pid} (" in str(caught.value)
             assert manager.closes == 1
             assert arrived - float(culprit.said()[0]) < WITHIN_S

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from select import select
 
@@ -40,9 +39,9 @@ def start(moment: str, mark: str, **environment: str) -> subprocess.Popen[bytes]
     )
 
 
-def check_nothing_survives(which: Iterable[str], directory: Path) -> None:
-    """Kill supervisors at these moments, all of them at once."""
-    marks = {moment: str(directory / f"{number}") for number, moment in enumerate(which)}
+def test_supervisor_killed_at_a_moment_of_a_restart_leaves_no_process(tmp_path: Path) -> None:
+    """One for each moment, all at once."""
+    marks = {moment: str(tmp_path / f"{number}") for number, moment in enumerate(moments.MOMENTS)}
     supervisors = {moment: start(moment, mark) for moment, mark in marks.items()}
     try:
         for moment, supervisor in supervisors.items():
@@ -67,15 +66,6 @@ def check_nothing_survives(which: Iterable[str], directory: Path) -> None:
     # Others may use this machine.
     assert statistics.median(took.values()) < GONE_S, took
     assert max(took.values()) < 5 * GONE_S, took
-
-
-def test_while_an_engine_or_the_coordinator_starts(tmp_path: Path) -> None:
-    check_nothing_survives(["before HELLO", "coordinator: spawned"], tmp_path)
-
-
-@pytest.mark.slow
-def test_at_every_moment(tmp_path: Path) -> None:
-    check_nothing_survives(moments.MOMENTS, tmp_path)
 
 
 @pytest.mark.slow

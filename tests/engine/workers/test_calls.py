@@ -291,6 +291,26 @@ class TestAny:
             flags[0].touch()
             await asyncio.gather(*busy)
 
+    async def test_call_of_one_queues_behind_calls_of_any_unless_the_worker_has_a_stream(self, tmp_path: Path) -> None:
+        go = tmp_path / "go"
+        async with group_of(1) as group:
+            busy = asyncio.create_task(group.call(0, "wait_for", str(go), "", 0))
+            await until(lambda: calls_of(group, 0))
+            waiting = [asyncio.create_task(group.call_any("begin", each)) for each in ("any", "cancelled")]
+            last = asyncio.create_task(group.call(0, "begin", "one"))
+            await asyncio.sleep(0)
+            waiting.pop().cancel()
+            go.touch()
+            await busy
+            assert await last == ["any", "one"]
+            stream = group.stream(0, "count")
+            assert await anext(stream) == 0
+            waiting.append(asyncio.create_task(group.call_any("begin", "idle")))
+            await asyncio.sleep(0)
+            assert await group.call(0, "begin", "beside") == ["any", "one", "beside"]
+            await stream.aclose()
+            assert (await asyncio.gather(*waiting))[-1] == ["any", "one", "beside", "idle"]
+
     async def test_worker_with_an_unanswered_call_of_all_is_not_idle(self, tmp_path: Path) -> None:
         go = tmp_path / "go"
         async with group_of() as group:

@@ -66,6 +66,21 @@ async def test_death_fails_calls_in_flight_and_the_next_calls_reach_a_replacemen
     assert all(gone(pid) for pid in pids)
 
 
+async def test_late_answer_is_not_the_answer_of_a_later_call(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    async with group_of(3) as group:
+        call = asyncio.create_task(group.collective_rpc("wait_for", (str(go), "late", 0)))
+        await asyncio.sleep(0.05)
+        os.kill(group.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            await call
+        later = asyncio.create_task(group.collective_rpc("add", (5,)))
+        await until(lambda: group.workers[1].restarts == 1 and group.workers[1].state == "running")
+        assert not later.done()  # worker 0 waits still
+        go.touch()
+        assert await later == [5, 6, 7]
+
+
 async def test_answers_from_before_a_death_are_delivered() -> None:
     async with group_of(1) as group:
         stream = group.stream(0, "count", prefetch=8)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
@@ -236,34 +238,35 @@ class Streaming(Worker):
         while True:
             yield list(self.begun)
 
-    def count(self, most: int | None = None, fail: bool = False, size: int = 0) -> Any:
+    @contextmanager
+    def noting_the_end(self) -> Iterator[None]:
         try:
-            number = 0
-            while most is None or number < most:
-                self.yielded = number
-                yield (number, bytearray(size)) if size else number
-                number += 1
-            if fail:
-                self.fail()
+            yield
         except BaseException as error:
             self.ends.append(type(error).__name__)
             raise
         self.ends.append("done")
 
+    def count(self, most: int | None = None, fail: bool = False, size: int = 0) -> Any:
+        with self.noting_the_end():
+            for number in self._numbers(most, fail):
+                yield (number, bytearray(size)) if size else number
+
     async def count_slowly(self, most: int | None = None, seconds: float = 0.0, fail: bool = False) -> Any:
-        try:
-            number = 0
-            while most is None or number < most:
-                await asyncio.sleep(seconds)
-                self.yielded = number
+        with self.noting_the_end():
+            await asyncio.sleep(seconds)
+            for number in self._numbers(most, fail):
                 yield number
-                number += 1
-            if fail:
-                self.fail()
-        except BaseException as error:
-            self.ends.append(type(error).__name__)
-            raise
-        self.ends.append("done")
+                await asyncio.sleep(seconds)
+
+    def _numbers(self, most: int | None, fail: bool) -> Iterator[int]:
+        for number in itertools.count():
+            if number == most:
+                break
+            self.yielded = number
+            yield number
+        if fail:
+            self.fail()
 
     async def wait_and_count(self, most: int) -> Any:
         for number in range(most):
