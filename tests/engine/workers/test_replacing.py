@@ -190,17 +190,17 @@ async def test_calls_that_wait_for_room_at_a_stopped_worker_reach_its_replacemen
         process = group._session.ranks[1].process
         assert process is not None
         os.kill(pid, signal.SIGSTOP)
-        calls: list[asyncio.Task[str]] = []
+        calls: list[asyncio.Task[Any]] = []
         while not process.outbox:
             calls.append(asyncio.create_task(group.call(1, "double", "x" * 2000)))
             await asyncio.sleep(0)
         sent = len(calls) - 1
-        calls += [asyncio.create_task(group.call(1, "double", number)) for number in "ab"]
+        calls += [asyncio.create_task(group.call(1, "begin", number)) for number in "ab"]
         assert await group.call(0, "add", timeout=60) == 0  # the other worker is not blocked
         os.kill(pid, signal.SIGKILL)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes[:sent]] == [WorkerDied] * sent
-        assert outcomes[sent:] == ["x" * 4000, "aa", "bb"]
+        assert outcomes[sent:] == ["x" * 4000, ["a"], ["a", "b"]]
 
 
 async def test_worker_with_a_closed_queue_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
