@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from starved_services import ANYWHERE, Worker, ipc, serve_engine, sleep
-
 import aioshm.blocking
+import aioshm.queue.groups.factory
+import aioshm.queue.local.overflow_sockets
+import aioshm.queue.remote.readers
+import aioshm.queue.remote.source  # not when there is no descriptor left to read the file
 from aioshm import MessageQueue, Options
 from aioshm.engine import (
     CoreEngine,
@@ -22,6 +25,8 @@ from aioshm.engine import (
     EngineStartupCoordinator,
     EngineZmqAddresses,
     WorkerGroup,
+    get_engine_client_zmq_addr,
+    run_engine_core,
 )
 from aioshm.events import (
     EventBatch,
@@ -31,6 +36,7 @@ from aioshm.events import (
     ZmqEventPublisher,
 )
 
+ANYWHERE = "tcp://127.0.0.1:0"
 MESSAGES = ("small", bytes(300_000), "last")
 """The second one is sent over the network without a copy, and through a segment of its own to local readers."""
 
@@ -130,38 +136,78 @@ class Events:
             assert isinstance(await subscriber.receive(within_s), Received)
 
 
+class Echo:
+    """An engine whose requests are finished with their first step."""
+
+    def initialize(self, metadata: Any) -> None:
+        self.requests: list[Any] = []
+
+    def add_request(self, request: Any) -> None:
+        self.requests.append(request)
+
+    def abort_requests(self, ids: list[str]) -> None: ...
+
+    def step(self) -> list[Any]:
+        done = self.requests
+        self.requests = []
+        return [{"request_id": each["request_id"], "finish_reason": "stop"} for each in done]
+
+
 class Serving:
     """An engine in a task, closed by cancelling it."""
 
     def __init__(self, handshake: str) -> None:
-        self._task = asyncio.ensure_future(serve_engine(handshake))
+        self.task = asyncio.ensure_future(run_engine_core(Echo(), handshake, 0))
         self._pid = os.getpid()
+
+    async def during(self, call: Coroutine[Any, Any, Any]) -> None:
+        """Wait for a call, or for the engine's error."""
+        calling = asyncio.ensure_future(call)
+        await asyncio.wait({self.task, calling}, return_when=asyncio.FIRST_COMPLETED)
+        if not calling.done():
+            calling.cancel()
+            await asyncio.gather(calling, return_exceptions=True)
+            await self.task
+        await calling
 
     async def aclose(self) -> None:
         if os.getpid() == self._pid:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
 
 
 class Engine:
     """A front end and its engine."""
 
     async def make(self, ends: list[Any], within_s: float) -> None:
-        handshake = ipc()
-        client = EngineClient(EngineZmqAddresses([ipc()], [ipc()]), 1)
+        handshake, inputs, outputs = (get_engine_client_zmq_addr(True, "") for _ in range(3))
+        client = EngineClient(EngineZmqAddresses([inputs], [outputs]), 1)
         ends.append(client)
         client.open()
         startup = EngineStartupCoordinator(handshake, [CoreEngine(0, local=True)], client.addresses)
         ends.append(startup)
         startup.open()
-        ends.append(Serving(handshake))
-        await startup.wait(within_s)
-        await client.wait_until_ready(within_s)
+        serving = Serving(handshake)
+        ends.append(serving)
+        await serving.during(startup.wait(within_s))
+        await serving.during(client.wait_until_ready(within_s))
 
     async def use(self, ends: list[Any], within_s: float) -> None:
         for name in ("one", "two"):
             async with asyncio.timeout(within_s):
                 assert len([each async for each in ends[0].submit({"request_id": name})]) == 1
+
+
+def sleep(**_: Any) -> None:
+    time.sleep(60)
+
+
+class Worker:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def name(self) -> int:
+        return self.rank
 
 
 class Workers:

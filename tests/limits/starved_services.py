@@ -12,9 +12,7 @@ from scenes import ANYWHERE, close
 from starved_queues import LATER_S, SOON_S
 from starving import Subject, hear
 
-from aioshm.engine import (
-    DPCoordinator,
-)
+from aioshm.engine import DPCoordinator
 from aioshm.events import (
     EventBatch,
     EventSubscriber,
