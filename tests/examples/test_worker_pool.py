@@ -20,6 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SERVE = "import asyncio, pool; asyncio.run(pool.main(3, 0))"
 CLIENTS = 6
 KILLS = 4
+REQUESTS = 200
 TIMEOUT_S = 40.0
 
 
@@ -66,23 +67,16 @@ def check(answers: dict[int, str], killed: set[int]) -> int:
 async def test_every_request_is_answered_or_fails_with_its_worker() -> None:
     chance, killed, answers = random.Random(4), set[int](), dict[int, str]()
     async with server() as (process, port):
-        rounds = 0
-        while len(killed) < KILLS:
-            numbers = list(range(20_000 + rounds, 20_000 + 300 + rounds))
-            rounds += len(numbers)
+        for number in range(KILLS):
+            numbers = list(range(20_000 + REQUESTS * number, 20_000 + REQUESTS * (number + 1)))
             asking = [asyncio.ensure_future(ask(port, numbers[n::CLIENTS], answers)) for n in range(CLIENTS)]
-            before = len(answers)
-            while len(killed) < KILLS and not all(task.done() for task in asking):
-                wanted = min(before + chance.randrange(1, 100), rounds)
-                await until(lambda: len(answers) >= wanted or all(task.done() for task in asking), "answers", TIMEOUT_S)  # noqa: B023
-                workers = [child for child in process.children() if child.pid not in killed]
-                if workers:
-                    victim = chance.choice(workers)
-                    killed.add(victim.pid)
-                    victim.send_signal(signal.SIGKILL)
-                before = len(answers)
+            wanted = REQUESTS * number + chance.randrange(1, REQUESTS // 2)
+            await until(lambda wanted=wanted: len(answers) >= wanted, "answers", TIMEOUT_S)
+            victim = chance.choice([worker for worker in process.children() if worker.pid not in killed])
+            killed.add(victim.pid)
+            victim.send_signal(signal.SIGKILL)
             await asyncio.gather(*asking)
-        assert len(answers) == rounds
+        assert len(answers) == KILLS * REQUESTS
         failed = check(answers, killed)
         # Those who were killed last may be noticed by the next requests.
         last: dict[int, str] = {}

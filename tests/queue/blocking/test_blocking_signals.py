@@ -17,15 +17,6 @@ from support import eventually
 from aioshm import PeerDied, QueueFull, blocking
 
 
-def _asleep(pid: int) -> bool:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rsplit(")", 1)[1].split()[0] == "S"
-
-
-def _until_asleep(pid: int) -> None:
-    eventually(lambda: all(_asleep(pid) or time.sleep(0.01) for _ in range(10)), f"process {pid} to sleep")
-
-
 class _Late(Exception):
     pass
 
@@ -75,7 +66,8 @@ def test_ctrl_c_that_nobody_catches() -> None:
     with make_writer() as writer, child("uncaught", writer.export_handle().to_json()) as reader:
         writer.wait_until_ready(20)
         reader.says("ready")
-        _until_asleep(reader.pid)
+        process = psutil.Process(reader.pid)
+        eventually(lambda: process.status() == psutil.STATUS_SLEEPING, "the reader to sleep")
         began = time.monotonic()
         os.kill(reader.pid, signal.SIGINT)
         status, said = reader.end()

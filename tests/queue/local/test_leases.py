@@ -187,19 +187,13 @@ async def test_streams_of_every_size_in_every_way() -> None:
         async def receive(reader: Any) -> None:
             held: Any = None
             for number in range(total):
-                how = rng.randrange(4)
-                if how == 0:
+                if rng.random() < 0.25:
                     found, array = await reader.dequeue()
-                elif how == 1:
-                    async with reader.lease() as (found, array):
-                        assert (array == number % 251).all()
-                elif how == 2:
-                    async with reader.lease(20) as (found, array):
-                        assert (array == number % 251).all()
                 else:
-                    async with reader.lease() as (found, array):
-                        held = array if rng.random() < 0.5 else held
+                    async with reader.lease(rng.choice([None, 20])) as (found, array):
+                        assert (array == number % 251).all()
                         await asyncio.sleep(0)
+                    held = array if rng.random() < 0.2 else held
                 assert found == number
                 assert (array == number % 251).all()
                 del array

@@ -52,9 +52,9 @@ def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., lis
 
 @pytest.mark.one_loop
 @pytest.mark.parametrize(("place", "found", "ending"), CASES)
-@pytest.mark.parametrize("way", ["merge", "blocking", pytest.param("add", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("blocks", [False, True], ids=["async", "blocking"])
 async def test_merge_of_writers_that_end_soon_receives_all_messages(
-    fork: Callable[..., list[str]], way: str, place: str, found: str, ending: str
+    fork: Callable[..., list[str]], blocks: bool, place: str, found: str, ending: str
 ) -> None:
     remote = found == "remote"
     for number in range(MERGES):
@@ -67,32 +67,32 @@ async def test_merge_of_writers_that_end_soon_receives_all_messages(
             writers = [new_writer(name, remote, ending, slots) for name in names]
             handles = [writer.export_handle().to_json() for writer in writers]
             senders = [asyncio.create_task(write(writer, ending)) for writer in writers]
-        kind: Any = blocking.MessageQueue if way == "blocking" else MessageQueue
+        kind: Any = blocking.MessageQueue if blocks else MessageQueue
         readers = {
             rank: kind.create_from_handle(handles[rank], 0) if name is None else kind.attach(name, 0)
             for rank, name in enumerate(names)
         }
         async with asyncio.timeout(60):
-            if way == "blocking":
+            if blocks:
                 received, errors = await asyncio.to_thread(receive_blocking, readers)
             else:
-                if number % 4 == 3 and ending != "dies":  # which may be before the reader is ready
+                if number == 3 and ending != "dies":  # which may be before the reader is ready
                     await readers[0].wait_until_ready()
-                received, errors = await receive(readers, way)
+                received, errors = await receive(readers, adds=number == 1)
             await asyncio.gather(*senders)
         for rank, reader in readers.items():
             check(received[rank], errors.get(rank), found, ending)
-            if way == "blocking":
+            if blocks:
                 await asyncio.to_thread(reader.close)
             else:
                 await reader.aclose()
 
 
-async def receive(readers: dict[int, MessageQueue[Any]], way: str) -> tuple[dict[int, list[Any]], dict[int, Any]]:
-    """Merge the readers; return the messages and the error of each."""
+async def receive(readers: dict[int, MessageQueue[Any]], *, adds: bool) -> tuple[dict[int, list[Any]], dict[int, Any]]:
+    """Merge the readers, or add all but the first to the merge; return the messages and the error of each."""
     received: dict[int, list[Any]] = {rank: [] for rank in readers}
     errors: dict[int, Any] = {}
-    to_add = list(readers.items())[1:] if way == "add" else []
+    to_add = list(readers.items())[1:] if adds else []
     merged = merge({0: readers[0]} if to_add else readers)
     if to_add:
         asyncio.get_running_loop().call_soon(merged.add, *to_add.pop(0))  # while the merge waits
