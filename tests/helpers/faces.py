@@ -15,6 +15,16 @@ from aioshm import Options, blocking
 
 SCRIPT = Path(__file__).with_name("blocking_child.py")
 
+READS: dict[str, Any] = {
+    "dequeue": lambda reader: reader.dequeue(),
+    "cancellable": lambda reader: reader.dequeue(cancel=threading.Event()),
+    "many": lambda reader: reader.dequeue_many(3),
+    "lease": lambda reader: reader.lease().__enter__(),
+    "acquire_read": lambda reader: reader.acquire_read().__enter__(),
+    "merge": lambda reader: next(blocking.merge({0: reader})),
+}
+"""The calls that wait for a message."""
+
 
 class Thread:
     """Runs a function; `result` hands on what it returned or raised."""

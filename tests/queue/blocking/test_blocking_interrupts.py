@@ -74,17 +74,15 @@ def interrupter() -> Iterator[Interrupter]:
         if interrupter.raising:
             raise _Interrupted
 
-    before = [signal.signal(number, handle) for number in SIGNALS]
     # A block that is dropped while one exception is on its way calls back; Python reports what the next handler raises
     # there. Not by a function in Python, which would be interrupted itself.
     report, sys.unraisablehook = sys.unraisablehook, id
-    try:
-        yield interrupter
-    finally:
-        interrupter.disarm()
-        sys.unraisablehook = report
-        for number, handler in zip(SIGNALS, before, strict=True):
-            signal.signal(number, handler)
+    with handling(handle, *SIGNALS):
+        try:
+            yield interrupter
+        finally:
+            interrupter.disarm()
+            sys.unraisablehook = report
 
 
 @pytest.fixture(autouse=True)

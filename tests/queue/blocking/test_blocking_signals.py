@@ -5,13 +5,12 @@ from __future__ import annotations
 import _thread
 import os
 import signal
-import threading
 import time
 from typing import Any
 
 import psutil
 import pytest
-from faces import Thread, child, handling, make_writer, pair
+from faces import READS, Thread, child, handling, make_writer, pair
 from support import eventually
 
 from aioshm import PeerDied, QueueFull, blocking
@@ -120,14 +119,6 @@ def test_an_idle_reader_burns_no_cpu() -> None:
         assert float(reader.says()) < 0.05
 
 
-READS: dict[str, Any] = {
-    "dequeue": lambda reader: reader.dequeue(),
-    "cancellable": lambda reader: reader.dequeue(cancel=threading.Event()),
-    "many": lambda reader: reader.dequeue_many(3),
-    "lease": lambda reader: reader.lease().__enter__(),
-    "acquire_read": lambda reader: reader.acquire_read().__enter__(),
-    "merge": lambda reader: next(blocking.merge({0: reader})),
-}
 WRITES: dict[str, Any] = {
     "enqueue": lambda writer: writer.enqueue("x"),
     "many": lambda writer: writer.enqueue_many(["x", "y"]),
