@@ -27,10 +27,10 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-async def _reader(handle: str, rank: str, wait: str = "adaptive") -> MessageQueue:
+async def _reader(handle: str, rank: str) -> MessageQueue:
     parsed = Handle.from_json(handle)
     reader = MessageQueue.create_from_handle(
-        parsed, int(rank), options=msgspec.structs.replace(parsed.options, wait=wait)
+        parsed, int(rank), options=msgspec.structs.replace(parsed.options, wait="adaptive")
     )
     await reader.wait_until_ready(20)
     say("ready")
@@ -51,12 +51,6 @@ async def lease(handle: str, rank: str) -> None:
     async with reader.lease():
         say("leasing")
         await asyncio.sleep(1000)
-
-
-async def wait(handle: str, rank: str, mode: str) -> None:
-    """Wait for messages that never come."""
-    reader = await _reader(handle, rank, mode)
-    await reader.dequeue()
 
 
 async def idle(handle: str, rank: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from iterating import END, WAYS
-from pairs import EITHER_PLACE, attached
+from pairs import EITHER_PLACE
 from remotes import ready_ends
 
 from aioshm import MessageQueue, Options, ReaderJoined, ReaderLeft, merge
@@ -65,18 +65,3 @@ async def test_membership_taken_by_a_builtin_gives_each_change_and_the_end() -> 
         assert await ending == END
         for way in WAYS:
             assert await way(changes) == END
-
-
-@pytest.mark.parametrize("kind", list(NEW))
-async def test_anext_with_default_that_is_cancelled_loses_nothing(kind: str) -> None:
-    async with attached() as (writer, [reader]):
-        items = aiter(NEW[kind](reader))
-        for turns in range(6):
-            waiting = asyncio.ensure_future(anext(items, END))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            assert waiting.cancelled()
-        await writer.enqueue("kept")
-        assert await anext(items, END) in ("kept", (0, "kept"))

@@ -17,32 +17,20 @@ from aioshm import MessageQueue, QueueClosed, RoleError, blocking
 
 
 def test_another_loop_is_refused() -> None:
-    ends: list[MessageQueue] = []
-
-    async def make() -> None:
-        writer = MessageQueue(1, 1, max_chunk_bytes=4096)
-        reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
-        ends.extend([writer, reader])
-        await asyncio.gather(writer.wait_until_ready(5), reader.wait_until_ready(5))
-        await writer.enqueue("kept")
-
-    async def use() -> None:
+    async def use(writer: MessageQueue, reader: MessageQueue) -> None:
         with pytest.raises(RoleError, match="event loop"):
-            await ends[0].enqueue(1)
+            await writer.enqueue(1)
         with pytest.raises(RoleError, match="event loop"):
-            await ends[1].dequeue(1)
+            await reader.dequeue(1)
         with pytest.raises(RoleError, match="event loop"):
-            ends[1].dequeue_nowait()
+            reader.dequeue_nowait()
 
-    async def close() -> None:
-        for end in ends:
-            await end.aclose()
-
+    ends = attached()
     with asyncio.Runner() as runner:
-        runner.run(make())
-        asyncio.run(use())
+        writer, (reader,) = runner.run(ends.__aenter__())
+        asyncio.run(use(writer, reader))
         asyncio.set_event_loop(runner.get_loop())
-        runner.run(close())
+        runner.run(ends.__aexit__(None, None, None))
     asyncio.set_event_loop(None)
 
 
