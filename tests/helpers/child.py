@@ -23,7 +23,7 @@ from aioshm.ring.layout import CHUNK_HEADER_BYTES, SLOT_HEADER_BYTES
 from aioshm.ring.mapping import address_of
 
 
-def say(text: str) -> None:
+def say(text: object) -> None:
     print(text, flush=True)
 
 
@@ -72,6 +72,13 @@ async def attach_without_data(handle: str, rank: str) -> None:
     """Attach to a queue of another host, but never say that data comes through: the queue does not get ready."""
     source.NetworkSource.receive_data = lambda *_: None  # type: ignore[method-assign]
     await _reader(handle, rank)
+
+
+async def tell(handle: str, rank: str) -> None:
+    """Say each message."""
+    async with await _reader(handle, rank) as reader:
+        async for message in reader:
+            say(message)
 
 
 async def collect(handle: str, rank: str) -> None:

@@ -25,6 +25,11 @@ class Child:
         assert line.startswith(beginning), f"the child said {line!r} instead of {beginning!r}"
         return line
 
+    async def rest(self) -> list[str]:
+        """Return the lines that it says until its end."""
+        assert self._process.stdout is not None
+        return (await asyncio.wait_for(self._process.stdout.read(), 20)).decode().splitlines()
+
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
