@@ -247,7 +247,7 @@ class TestWaits:
                     await each
             await stream.aclose()
 
-    async def test_engine_that_dies_is_not_waited_for(self) -> None:
+    async def test_engine_that_dies_is_not_waited_for_and_its_waiting_request_fails(self) -> None:
         engines = [Model(), Model()]
         async with served(*engines, on_engine_death="continue") as serving:
             client = serving.client
@@ -255,12 +255,14 @@ class TestWaits:
             pausing = asyncio.create_task(client.pause())
             await until(lambda: client.paused)
             await client.abort("a")
+            lost = client.submit(ask("lost"), engine=1)
+            waiting = client.submit(ask("waiting"))
             serving.running[1].cancel()
             await pausing
-            with pytest.raises(EngineDead, match="engine 1"):
-                await collected(streams[1])
-            waiting = client.submit(ask("c"))
             await client.resume()
+            for stream in (streams[1], lost):
+                with pytest.raises(EngineDead, match="engine 1"):
+                    await collected(stream)
             assert len(await collected(waiting)) == 3
 
     async def test_death_of_all_ends_the_pause_with_an_error(self) -> None:
@@ -318,20 +320,6 @@ class TestWaitingRequests:
             assert (await anext(stream))["tokens"] == 100_000
             assert stream.engine == 0
             await stream.aclose()
-
-    async def test_one_for_a_dead_engine_fails_and_others_are_sent(self) -> None:
-        engines = [Engine(), Engine()]
-        async with served(*engines, on_engine_death="continue") as serving:
-            client = serving.client
-            await client.pause()
-            lost = client.submit(ask("a"), engine=1)
-            kept = client.submit(ask("b"))
-            serving.running[1].cancel()
-            await until(lambda: 1 in client.deaths)
-            await client.resume()
-            with pytest.raises(EngineDead, match="engine 1"):
-                await collected(lost)
-            assert len(await collected(kept)) == 3
 
 
 class TestSeveralClients:

@@ -25,8 +25,6 @@ def shake_and_stay(address: str, faults: dict[int, str], dp_rank: int, local_dp_
         fault = faults.get(dp_rank)
         if fault == "raise":
             raise ArithmeticError("the model is too large")
-        if fault == "exit":
-            sys.exit(3)
         if fault == "die":
             os._exit(1)
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
