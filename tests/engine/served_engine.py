@@ -240,27 +240,16 @@ async def served(
 
 
 @asynccontextmanager
-async def served_by_processes(
-    n_engines: int,
-    *,
-    n_clients: int = 1,
-    watched: bool = True,
-    addresses: EngineZmqAddresses | None = None,
-    handshake: str | None = None,
-    keys: EngineKeys | None = None,
-    **options: Any,
-) -> AsyncIterator[Serving]:
+async def served_by_processes(n_engines: int, *, n_clients: int = 1, **options: Any) -> AsyncIterator[Serving]:
     """Let engines in processes of their own serve clients."""
-    addresses = addresses or here_and_there(n_clients)
+    addresses = here_and_there(n_clients)
     loop = "uvloop" if isinstance(asyncio.get_running_loop(), uvloop.Loop) else "asyncio"
-    async with clients_of(addresses, n_engines, n_clients, keys=keys, **options) as serving:
-        async with starting(serving, handshake, addresses, keys=keys) as startup:
-            async with CoreEngineProcManager(
-                serve, n_engines, args=(startup.handshake_address, loop), keys=keys
-            ) as manager:
+    async with clients_of(addresses, n_engines, n_clients, **options) as serving:
+        async with starting(serving, None, addresses) as startup:
+            async with CoreEngineProcManager(serve, n_engines, args=(startup.handshake_address, loop)) as manager:
                 serving.manager = startup.proc_manager = manager
                 await shaken(serving, startup)
-                for client in serving.clients if watched else ():
+                for client in serving.clients:
                     client.watch(manager)
                 yield serving
 
