@@ -224,16 +224,6 @@ class TestCalls:
                 await serving.client.call("never")
             assert caught.value.engine == 1
 
-    async def test_calls_are_answered_while_requests_run(self) -> None:
-        async with served(Engine()) as serving:
-            stream = serving.client.submit(ask("a", None))
-            pending = asyncio.create_task(serving.client.call("never", engine=0))
-            assert (await serving.client.call("report", engine=0))["open"] == ["a"]
-            await stream.aclose()
-            assert not pending.done()
-            pending.cancel()
-            await asyncio.wait([pending])
-
 
 class TestTwoClients:
     async def test_id_of_another_client_is_refused_and_cannot_be_aborted(self) -> None:

@@ -92,14 +92,9 @@ def _without_keys(kind: bytes) -> bytes:
     return _NULL + b"\x04" + bytes([6 + len(properties)]) + b"\x05READY" + properties
 
 
-def endless_output(inputs: str, outputs: str, *_: str) -> None:
-    """Send parts without an end to the address of outputs."""
-    stream(outputs, [_without_keys(b"PUSH")], b"\x01\x00" * (1 << 16))
-
-
-def endless(inputs: str, outputs: str, *others: str) -> None:
-    """Send parts without an end to all other addresses."""
-    for address in filter(None, (inputs, *others)):
+def endless(*addresses: str) -> None:
+    """Send parts without an end."""
+    for address in filter(None, addresses):
         stream(address, [_without_keys(kind) for kind in (b"DEALER", b"XSUB", b"PUSH")], b"\x01\x00" * (1 << 16))
 
 
@@ -113,7 +108,6 @@ ATTACKS: dict[str, Callable[..., None]] = {
     "subscribe": say(zmq.XSUB, 4, [b"\x01"]),
     "empties": empties,
     "handshake_frame": handshake_frame,
-    "endless_output": endless_output,
     "endless": endless,
 }
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ MOST_S = 0.05
 MOST_BYTES = 64 << 20
 ATTACK_S = 0.6
 PATIENCE_S = 30.0
-AT_DATA = ("dead", "rank", "handshake_frame", "endless_output", "endless")
 
 
 async def attack(
@@ -125,7 +125,8 @@ class TestSecure:
             writer.close()
 
     @pytest.mark.parametrize(
-        "name", [*AT_DATA[:-3], *(pytest.param(name, marks=pytest.mark.slow) for name in AT_DATA[-3:])]
+        "name",
+        ["dead", "rank", *(pytest.param(name, marks=pytest.mark.slow) for name in ("handshake_frame", "endless"))],
     )
     async def test_a_client(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
         async with over_tcp(True) as (serving, ports):
@@ -288,6 +289,34 @@ class TestOtherUsers:
             else:
                 with pytest.raises(EngineDead):
                     await collected(stream)
+
+
+def connect(address: str, greeting: bytes, *messages: bytes) -> socket.socket:
+    """Connect, and send messages of one frame."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    peer = socket.create_connection((host, int(port)))
+    peer.sendall(greeting)
+    peer.settimeout(20)
+    peer.recv(10)  # ZeroMQ has let the peer in
+    for message in messages:
+        peer.sendall(message)
+    return peer
+
+
+async def test_old_peers_are_ignored_and_block_no_engine() -> None:
+    """ZeroMQ lets in strangers whose ZMTP is older than 3.0, and knows only what they send."""
+    wrong: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+    zmtp_2 = b"\xff" + bytes(8) + b"\x7f\x01"
+    async with over_tcp(False) as (serving, [inputs, outputs]):
+        with ExitStack() as stack:
+            for number in range(10):
+                body = b"\x00\x04" + number.to_bytes(4, "big")  # ZMTP 2.0: flags, length, frame
+                stack.enter_context(connect(inputs, zmtp_2 + b"\x05\0\0", body, body))  # DEALER
+                stack.enter_context(connect(outputs, zmtp_2 + b"\x08\0\0", body, body))  # PUSH
+                stack.enter_context(connect(outputs, b"\x01\x00", b"\x05\x00" + bytes(4)))  # ZMTP 1.0
+                assert len(await collected(serving.client.submit(ask(f"r{number}", 3)))) == 3
+    assert not wrong
 
 
 class TestWarning:

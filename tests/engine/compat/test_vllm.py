@@ -1,29 +1,65 @@
-"""The queue with vLLM's interface: its names, arguments, results and errors."""
+"""The queue with vLLM's interface, and the plugin that puts it in the place of vLLM's own."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
+import logging
 import multiprocessing
 import pickle
+import sys
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from members import meet
 from support import eventually
-from vllm_signatures import SIGNATURES
 
 from aioshm import HandleError, QueueClosed
-from aioshm.engine.compat.vllm import MAX_SPIN_CPU, Handle, MessageQueue, signatures
+from aioshm.engine.compat.vllm import (
+    MAX_SPIN_CPU,
+    QUEUE_MODULE,
+    Handle,
+    MessageQueue,
+    differences,
+    register,
+    signatures,
+)
 
 LOCALHOST = "127.0.0.1"
 WITHIN_S = 30.0
 FILLS = bytes(60_000)  # a chunk, and so a ring that has only one
+
+# The methods of vLLM 0.33's queue.
+SIGNATURES = {
+    "__init__": "(self, n_reader, n_local_reader, local_reader_ranks=None, max_chunk_bytes=25165824, max_chunks=10, "
+    "connect_ip=None, enable_shm_tensor_arena=False)",
+    "acquire_read": "(self, timeout=None, indefinite=False)",
+    "acquire_write": "(self, timeout=None)",
+    "broadcast_object": "(self, obj=None)",
+    "create_from_handle": "(handle, rank)",
+    "create_from_process_group": "(pg, max_chunk_bytes, max_chunks, writer_rank=0, external_writer_handle=None, "
+    "blocking=True)",
+    "create_from_process_group_single_reader": "(pg, max_chunk_bytes, max_chunks, reader_rank=0, blocking=False)",
+    "dequeue": "(self, timeout=None, indefinite=False)",
+    "enqueue": "(self, obj, timeout=None)",
+    "export_handle": "(self)",
+    "shutdown": "(self)",
+    "wait_until_ready": "(self)",
+}
+STATIC = [name for name in SIGNATURES if not SIGNATURES[name].startswith("(self")]
+METHODS = "\n".join(
+    f"    {'@staticmethod' if name in STATIC else ''}\n    def {name}{parameters}: ..."
+    for name, parameters in SIGNATURES.items()
+)
 
 Submit = Callable[..., Future[Any]]
 
@@ -287,3 +323,88 @@ def test_worker_process_answers_until_it_ends() -> None:
             process.close()
             with pytest.raises(QueueClosed):
                 answers.dequeue(WITHIN_S)
+
+
+# The plugin
+
+
+def a_class(source: str = METHODS) -> Any:
+    """Return a class with vLLM's methods, as far as their parameters go."""
+    names: dict[str, Any] = {}
+    exec(f"class MessageQueue:\n{source}", names)
+    return names["MessageQueue"]
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Put modules in place that have the names of vLLM's, and the queue that its own has."""
+    made: dict[str, Any] = {}
+    for name in [QUEUE_MODULE, "vllm.v1.executor.multiproc_executor", "another.plugin"]:
+        module: Any = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        made[name] = module
+    own = a_class()
+    for module in made.values():
+        module.MessageQueue = own
+    monkeypatch.setenv("AIOSHM_VLLM", "1")
+    return made
+
+
+def test_every_module_that_has_imported_the_queue_gets_the_replacement(
+    modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lazily(name: str) -> Any:
+        raise AssertionError(f"{name} was imported")
+
+    lazy: Any = ModuleType("lazy")
+    lazy.__getattr__ = lazily
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    other = modules.pop("another.plugin")
+    kept = other.MessageQueue = a_class()
+    for _ in range(2):  # as vLLM may do
+        register()
+        assert all(module.MessageQueue is MessageQueue for module in modules.values())
+    assert other.MessageQueue is kept
+
+
+@pytest.mark.parametrize("value", ["", "0", None])
+def test_register_does_nothing_unless_asked(
+    modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    own = modules[QUEUE_MODULE].MessageQueue
+    monkeypatch.delenv("AIOSHM_VLLM") if value is None else monkeypatch.setenv("AIOSHM_VLLM", value)
+    register()
+    assert all(module.MessageQueue is own for module in modules.values())
+
+
+def test_invalid_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOSHM_VLLM", "yes")
+    with pytest.raises(ValueError, match="AIOSHM_VLLM='yes'"):
+        register()
+
+
+def test_a_vllm_with_another_interface_keeps_its_own(modules: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    own = a_class(METHODS.replace("obj, timeout=None", "obj, timeout=None, priority=0"))
+    for module in modules.values():
+        module.MessageQueue = own
+    with caplog.at_level(logging.ERROR, "aioshm.engine"):
+        register()
+    assert all(module.MessageQueue is own for module in modules.values())
+    assert "enqueue: (self, obj, timeout=None, priority=0) instead of" in caplog.text
+
+
+def test_entry_point_names_register() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["vllm.general_plugins"]["aioshm"].partition(":")
+    assert getattr(importlib.import_module(module), name) is register
+    assert project["optional-dependencies"]["vllm"] == []
+
+
+def test_keyword_only_parameters_do_not_count() -> None:
+    class Other(MessageQueue):
+        def dequeue(self, timeout: float | None = None, indefinite: bool = False, *, cancel: Any = None) -> None: ...
+        def enqueue(self, obj: Any, *, timeout: float | None = None) -> None: ...
+
+    assert signatures(Other)["dequeue"] == SIGNATURES["dequeue"]
+    assert differences(Other, MessageQueue) == [f"enqueue: (self, obj) instead of {SIGNATURES['enqueue']}"]
+    assert len(differences(object, MessageQueue)) == len(SIGNATURES)
