@@ -122,31 +122,30 @@ async def test_a_dead_engine_s_keys_open_no_socket_of_the_front_end(
             (zmq.DEALER, addresses.inputs[0]),
             (zmq.PUSH, addresses.outputs[0]),
         )
-        for incarnation in (0, 2):
-            other, doomed = (client.submit(ask(f"{incarnation} {rank}", None), engine=rank) for rank in (0, 1))
-            for stream in (other, doomed):
-                await anext(stream)
-            mine = keys.for_engine(1, incarnation)
-            with connected(mine, zmq.PUSH, addresses.outputs[0]) as (inside, done):
-                assert await asyncio.to_thread(done)  # whoever has them can be the engine while it lives
-                stuck.touch()
-                stop(pids(supervisor)[1])
-                await until(lambda: 1 in client.deaths)
-                with pytest.raises(EngineDead, match="SIGKILL"):
-                    await anext(doomed)
-                assert not any([await admitted(mine, *place) for place in where])
-                caplog.clear()
-                client._link._limiter._next = 0.0
-                inside.send(pack([1, [{"request_id": f"{incarnation} 0", "token": 666, "finished": True}]]))
-                await until(lambda: "the keys of engine 1 are void" in caplog.text)
-            assert client.late_outputs == 0
-            # The one that hangs has the next keys, and is killed: the one after it, too, has its own.
-            await until(lambda: supervisor.engines[1].state == "starting")
+        other, doomed = (client.submit(ask(f"{rank}", None), engine=rank) for rank in (0, 1))
+        for stream in (other, doomed):
+            await anext(stream)
+        mine = keys.for_engine(1)
+        with connected(mine, zmq.PUSH, addresses.outputs[0]) as (inside, done):
+            assert await asyncio.to_thread(done)  # whoever has them can be the engine while it lives
+            stuck.touch()
             stop(pids(supervisor)[1])
-            stuck.unlink()
-            await supervisor.wait_until_ready(30)
-            assert len(await collected(client.submit(ask(f"back {incarnation}", 2), engine=1))) == 2
-            await client.abort(f"{incarnation} 0")
+            await until(lambda: 1 in client.deaths)
+            with pytest.raises(EngineDead, match="SIGKILL"):
+                await anext(doomed)
+            assert not any([await admitted(mine, *place) for place in where])
+            caplog.clear()
+            client._link._limiter._next = 0.0
+            inside.send(pack([1, [{"request_id": "0", "token": 666, "finished": True}]]))
+            await until(lambda: "the keys of engine 1 are void" in caplog.text)
+        assert client.late_outputs == 0
+        # The one that hangs has the next keys, and is killed: the one after it, too, has its own.
+        await until(lambda: supervisor.engines[1].state == "starting")
+        stop(pids(supervisor)[1])
+        stuck.unlink()
+        await supervisor.wait_until_ready(30)
+        assert len(await collected(client.submit(ask("back", 2), engine=1))) == 2
+        await client.abort("0")
 
 
 async def test_a_dead_engine_s_keys_open_no_socket_of_the_coordinator() -> None:
