@@ -1,7 +1,4 @@
-"""Ends of queues, and an engine, that go wrong in known lines: ``python planted.py ROLE NAME [RANK]``.
-
-On standard output each says what it has come to. A line of standard input lets it go wrong.
-"""
+"""Ends of queues that go wrong in known lines: ``python planted.py ROLE NAME NUMBER``; they print when they begin."""
 
 from __future__ import annotations
 
@@ -18,57 +15,27 @@ async def write(name: str, readers: int) -> None:
         await mq.wait_until_ready()
         print("ready", flush=True)
         while True:
-            await mq.enqueue(b"x" * 100)
-            await asyncio.sleep(0.001)
-
-
-async def flood(name: str, readers: int) -> None:
-    async with MessageQueue(readers, readers, name=name) as mq:
-        await mq.wait_until_ready()
-        print("ready", flush=True)
-        while True:
-            await mq.enqueue(b"x" * 100)
+            await mq.enqueue_many([b"x" * 100] * 5000)  # more than there are slots
+            await asyncio.sleep(1)
 
 
 async def read(name: str, rank: int) -> None:
     async with MessageQueue.attach(name, rank) as mq:
         print("ready", flush=True)
         async for _ in mq:
-            pass
-
-
-async def read_slowly(name: str, rank: int) -> None:
-    async with MessageQueue.attach(name, rank) as mq:
-        print("ready", flush=True)
-        async for _ in mq:
-            work_slowly()
+            WORK[sys.argv[1]]()
 
 
 def work_slowly() -> None:
     time.sleep(0.02)  # the line: slow
 
 
-async def read_and_block(name: str, rank: int) -> None:
-    async with MessageQueue.attach(name, rank) as mq:
-        await mq.dequeue()
-        print("ready", flush=True)
-        await asyncio.to_thread(sys.stdin.readline)
-        block_the_loop()
-
-
 def block_the_loop() -> None:
-    print("wrong", flush=True)
     while True:
         sum(range(100))  # the line: blocked
 
 
-ROLES = {
-    "write": write,
-    "flood": flood,
-    "read": read,
-    "read slowly": read_slowly,
-    "read and block": read_and_block,
-}
+WORK = {"read": int, "read slowly": work_slowly, "read and block": block_the_loop}
 
 
 def line_of(what: str) -> int:
@@ -78,4 +45,4 @@ def line_of(what: str) -> int:
 
 
 if __name__ == "__main__":
-    asyncio.run(ROLES[sys.argv[1]](sys.argv[2], int(sys.argv[3])))
+    asyncio.run((write if sys.argv[1] == "write" else read)(sys.argv[2], int(sys.argv[3])))

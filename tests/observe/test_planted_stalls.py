@@ -56,7 +56,7 @@ def check_line(suspect: Suspect, what: str) -> None:
 @pytest.mark.usefixtures("spy")
 class TestStalls:
     def test_a_slow_reader(self, planted: Planted) -> None:
-        _, _, reader = planted.queue("flood", "read", "read slowly")
+        _, _, reader = planted.queue("read", "read slowly")
         eventually(lambda: find_queue(planted.name).header.writer.parked)
         eventually(lambda: culprit(planted, reader.pid).kind == "slow")
         eventually(lambda: culprit(planted, reader.pid).hint == "", "a look at it while it works")
@@ -66,8 +66,7 @@ class TestStalls:
         check_line(suspect, "slow")
 
     def test_a_reader_whose_loop_is_blocked(self, planted: Planted) -> None:
-        _, _, reader = planted.queue("write", "read", "read and block")
-        planted.go_wrong(reader)
+        _, _, reader = planted.queue("read", "read and block")
         suspect = culprit(planted, reader.pid)
         assert (suspect.kind, suspect.rank) == ("blocked", 1)
         assert "took nothing in the last" in suspect.text

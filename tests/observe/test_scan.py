@@ -65,7 +65,7 @@ def test_a_bare_ring_is_no_queue() -> None:
 
 
 def test_other_processes(planted: Planted) -> None:
-    writer, other, reader = planted.queue("write", "read", "read")
+    writer, other, reader = planted.queue("read", "read")
     queue = find_queue(planted.name)
     assert queue.label == planted.name
     assert [end.pid for end in queue.ends] == [process.pid for process in planted.processes]
@@ -84,7 +84,7 @@ def test_other_processes(planted: Planted) -> None:
 
 def test_ended_queue_is_not_kept_alive_by_a_watch(planted: Planted) -> None:
     with Watch(rescan_s=60) as looker:
-        processes = planted.queue("write", "read")
+        processes = planted.queue("read")
         assert planted.name in [queue.label for queue in looker.look()]
         for process in processes:
             process.kill()
