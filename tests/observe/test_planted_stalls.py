@@ -67,8 +67,9 @@ class TestStalls:
 
     def test_a_reader_whose_loop_is_blocked(self, planted: Planted) -> None:
         _, _, reader = planted.queue("read", "read and block")
+        eventually(lambda: culprit(planted, reader.pid).kind == "blocked")  # it takes the first messages
         suspect = culprit(planted, reader.pid)
-        assert (suspect.kind, suspect.rank) == ("blocked", 1)
+        assert (suspect.side, suspect.rank) == ("reader", 1)
         assert "took nothing in the last" in suspect.text
         check_line(suspect, "blocked")
 
