@@ -45,7 +45,7 @@ def metered() -> Any:
 
 async def test_a_queue(metered: Metered) -> None:
     async with MessageQueue(1, 1, codec="raw", name="otel") as writer, MessageQueue.attach("otel", 0) as reader:
-        OpenTelemetryMetrics(writer, reader, meter_provider=metered.provider)
+        metrics = OpenTelemetryMetrics(writer, reader, meter_provider=metered.provider)
         await writer.wait_until_ready(20)
         await writer.enqueue_many([b"1", b"22", b"333"])
         await reader.dequeue(20)
@@ -67,12 +67,6 @@ async def test_a_queue(metered: Metered) -> None:
         }
         assert latencies.keys() == {"0.5", "0.99"}
         assert 0 < latencies["0.5"] <= latencies["0.99"]
-
-
-async def test_closed(metered: Metered) -> None:
-    async with MessageQueue(0, 0, name="gone") as writer:
-        metrics = OpenTelemetryMetrics(writer, meter_provider=metered.provider)
-        assert metered.points("messaging.client.sent.messages")
         metrics.close()
         assert not metered.points("messaging.client.sent.messages")
 
@@ -104,14 +98,12 @@ async def test_the_span_of_a_consumer() -> None:
     assert (linked.name, linked.kind) == ("process spans", SpanKind.CONSUMER)
     assert linked.parent is None
     assert [link.context.span_id for link in linked.links] == [first.context.span_id]
-    assert linked.attributes is not None
-    assert linked.attributes["messaging.system"] == "aioshm"
+    assert (linked.attributes or {})["messaging.system"] == "aioshm"
     assert child.context.trace_id == second.context.trace_id
     assert child.parent is not None
     assert child.parent.span_id == second.context.span_id
     assert [link.context.span_id for link in batch.links] == [first.context.span_id, second.context.span_id]
-    assert batch.attributes is not None
-    assert batch.attributes["messaging.batch.message_count"] == 3
+    assert (batch.attributes or {})["messaging.batch.message_count"] == 3
 
 
 def test_without_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
