@@ -74,6 +74,20 @@ async def test_tiny_check_interval_delivers_every_batch(ends: Ends) -> None:
         assert [item.seq for item in await take(subscriber, 50)] == list(range(50))
 
 
+async def test_timer_that_fires_early_does_not_postpone_the_check(ends: Ends) -> None:
+    """The timer stays set for the time of an older message: its call must not begin the silence anew."""
+    publisher = ends.publisher()
+    subscriber = ends.subscriber(publisher, check_interval=PATIENCE_S)
+    publisher.publish(batch(0))
+    await take(subscriber, 1)
+    (source,) = subscriber._sources
+    await until(lambda: source._check_at is not None)
+    due = source._check_at
+    source._timer.cancel()  # as after its time
+    source._tick()
+    assert source._check_at == source._due == due
+
+
 async def test_a_connection_that_breaks_is_resumed(ends: Ends) -> None:
     """Everything that was published while there was no connection comes by replay."""
     publisher = ends.publisher()
