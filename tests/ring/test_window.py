@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rings import fds
+from support import forked
 
 from aioshm.errors import SharedMemoryError
 from aioshm.ring import ShmRingBuffer, mapping, window
@@ -171,6 +172,15 @@ def test_copy_is_given_back_with_its_last_holder(ring: ShmRingBuffer, windows: W
     assert permissions(address) == "rw-p"
     del array
     assert permissions(address) is None
+
+
+def test_forked_child_keeps_what_is_held(ring: ShmRingBuffer, windows: Windows) -> None:
+    nbytes = put(ring, 0, OLD)
+    view = windows.view(0, nbytes)
+    child_keeps_it = forked(lambda kept: bytes(kept) == OLD, view)
+    put(ring, 0, NEW)
+    assert child_keeps_it()
+    assert bytes(view) == OLD
 
 
 def test_thread_that_reads_during_the_exchange_sees_no_other_bytes() -> None:
