@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 from codec_helpers import encode
-from hypothesis import given
-from hypothesis import strategies as st
 
 from aioshm.codec import Codec, get_codec
 from aioshm.errors import CodecError
@@ -40,13 +38,6 @@ def test_arrives_as_bytes(carry: Carry, obj: Any) -> None:
     result = carry(RAW, obj)
     assert type(result) is bytes
     assert result == memoryview(obj).tobytes()
-
-
-@given(st.binary())
-def test_any_bytes_both_ways(data: bytes) -> None:
-    main, buffers = encode(RAW, bytearray(data))
-    assert RAW.decode(memoryview(main), buffers) == data
-    assert RAW.decode(memoryview(data), ()) == data
 
 
 def test_encoding_does_not_copy() -> None:

@@ -99,16 +99,6 @@ class TestPools:
         assert [(pool.room, pool.chunks) for pool in Layout.of(1, 100, 7).pools] == [(100, 7)]
         assert [pool.chunks for pool in Layout.of(1, 1 << 20, 5, 3).pools] == [5, 3, 3]
 
-    def test_of_the_default_ring(self) -> None:
-        layout = Layout.of(1, 24 << 20, 10)
-        rooms = [pool.room for pool in layout.pools]
-        assert rooms == sorted(rooms, reverse=True)
-        assert rooms[0] == 24 << 20
-        assert rooms[1] >= (64 << 10) + 4096 > 64 << 10, "64 KiB of numbers and what is around them"
-        assert all(pool.chunks > 10 for pool in layout.pools[1:]), "more than of the large ones"
-        assert layout.slots >= 1000
-        assert layout.slots_end - layout.header_bytes < 5 << 20, "the memory of a ring of small messages"
-
     @given(layouts, st.integers(0, 1_000_001))
     def test_a_message_takes_the_smallest_with_room(self, layout: Layout, nbytes: int) -> None:
         fitting = [pool for pool in layout.pools if pool.room >= nbytes]
