@@ -48,39 +48,21 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).is_file():  # one that was removed is still listed
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tree / name)
-    code = "import os, sys; os.chdir(sys.argv[1]); from setuptools import build_meta; build_meta.build_sdist('dist')"
-    _run(sys.executable, "-W", "ignore", "-c", code, tree)
-    return tree / "dist" / f"aioshm-{VERSION}.tar.gz"
+    return _built("sdist", tree)
 
 
-class _Installing:
-    """Installs the source distribution, by its path or from an index, with one cache of pip's for all."""
-
-    def __init__(self, sdist: Path, folder: Path) -> None:
-        self._sdist, self._folder = sdist, folder
-        self._cache = {"PIP_CACHE_DIR": str(folder / "cache")}
-        page = folder / "simple/aioshm/index.html"
-        page.parent.mkdir(parents=True)
-        page.write_text(f'<a href="{sdist.as_uri()}">{sdist.name}</a>')
-        self._index = ["--index-url", page.parents[1].as_uri(), "aioshm"]
-
-    def into(self, name: str, *, index: bool, **environ: str) -> Path:
-        target = self._folder / name
-        what = self._index if index else [self._sdist]
-        how = ["--no-build-isolation", "--no-deps", "--no-compile"]
-        _pip("install", *how, "--target", target, *what, **self._cache, **environ)
-        return target
-
-    def cached(self) -> list[str]:
-        return [path.name for path in self._folder.rglob("cache/**/*.whl")]
+def _built(kind: str, tree: Path, **environ: str) -> Path:
+    """Build a distribution as pip does."""
+    code = f"import os, sys; os.chdir(sys.argv[1]); from setuptools.build_meta import *; build_{kind}('dist')"
+    _run(sys.executable, "-W", "ignore", "-c", code, tree, **environ)
+    [found] = (tree / "dist").iterdir()
+    return found
 
 
-def _native_core_of(target: Path) -> dict[str, str]:
-    """Return what the doctor of an installation says of its core."""
-    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from aioshm.__main__ import main; sys.exit(main())"
-    told = json.loads(_run(sys.executable, "-I", "-c", code, target, "doctor", "--json"))
-    [finding] = [each for each in told["findings"] if each["name"] == "native core"]
-    return dict(finding)
+def _wheel(sdist: Path, folder: Path, **environ: str) -> Path:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return _built("wheel", folder / f"aioshm-{VERSION}", **environ)
 
 
 def _native_files(wheel: Path) -> set[str]:
@@ -101,23 +83,14 @@ def test_the_source_distribution_is_complete(sdist: Path) -> None:
 @needs_a_compiler
 def test_from_the_sources_to_a_new_user(sdist: Path, tmp_path: Path) -> None:
     """In one test, so that tests side by side do not build the same things."""
-    installing = _Installing(sdist, tmp_path)
-    pure = installing.into("without a compiler", index=False, CC="/nowhere/cc")
-    assert _native_core_of(pure)["found"] == "not built"
-    _from_an_index_it_stays_as_it_was_built(installing)
-    assert _native_core_of(installing.into("with a compiler", index=False))["found"] == "runs"
-    pure, native = sorted(tmp_path.rglob("*.whl"), key=lambda path: "none-any" not in path.name)
+    pure = _wheel(sdist, tmp_path / "without a compiler", CC="/nowhere/cc")
+    native = _wheel(sdist, tmp_path / "with a compiler")
     _a_wheel_is_named_by_what_is_in_it(pure, native)
+    _a_wheel_without_the_native_core_says_how_to_get_it(pure, tmp_path)
     _a_new_user(native, tmp_path)
-
-
-def _from_an_index_it_stays_as_it_was_built(installing: _Installing) -> None:
-    """Of a source distribution from an index pip takes the wheel that it has built; the doctor knows the way out."""
-    finding = _native_core_of(installing.into("index", index=True))
-    assert finding["found"] == "not built"
-    cure = "pip cache remove aioshm; AIOSHM_NATIVE=1 pip install --force-reinstall --no-deps aioshm"
-    assert finding["advice"].endswith(f"install a C compiler, then: {cure}")
-    assert installing.cached() == [f"aioshm-{VERSION}-py3-none-any.whl"]
+    assert _wheel(sdist, tmp_path / "not wanted", AIOSHM_NATIVE="0").name == pure.name
+    with pytest.raises(AssertionError, match="/nowhere/cc"):
+        _wheel(sdist, tmp_path / "demanded", AIOSHM_NATIVE="1", CC="/nowhere/cc")
 
 
 def _a_wheel_is_named_by_what_is_in_it(pure: Path, native: Path) -> None:
@@ -131,6 +104,16 @@ def _a_wheel_is_named_by_what_is_in_it(pure: Path, native: Path) -> None:
     assert {"aioshm/__init__.py", "aioshm/py.typed", "aioshm/ring/_native.pyi"} <= set(zipfile.ZipFile(pure).namelist())
 
 
+def _a_wheel_without_the_native_core_says_how_to_get_it(pure: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(pure).extractall(tmp_path / "pure")
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from aioshm.__main__ import main; sys.exit(main())"
+    told = json.loads(_run(sys.executable, "-I", "-c", code, tmp_path / "pure", "doctor", "--json"))
+    [finding] = [each for each in told["findings"] if each["name"] == "native core"]
+    assert finding["found"] == "not built"
+    cure = "pip cache remove aioshm; AIOSHM_NATIVE=1 pip install --force-reinstall --no-deps aioshm"
+    assert finding["advice"].endswith(f"install a C compiler, then: {cure}")
+
+
 def _a_new_user(wheel: Path, tmp_path: Path) -> None:
     """A new environment, the wheel with its command, the README's quickstart, and the commands that look around."""
     environment = tmp_path / "env"
@@ -141,9 +124,10 @@ def _a_new_user(wheel: Path, tmp_path: Path) -> None:
     (tmp_path / "quickstart.py").write_text(blocks[0])
     expected = [f"received {{'number': {number}}}" for number in range(3)]
     assert _run(python, "-I", tmp_path / "quickstart.py").splitlines() == expected
-    findings = {each["name"]: each["verdict"] for each in json.loads(_run(command, "doctor", "--json"))["findings"]}
-    assert findings["uvloop"] == "note"  # of an extra, which is not there
-    assert "pip install 'aioshm[uvloop]'" in " ".join(_run(command, "doctor").split())
+    findings = {each["name"]: each for each in json.loads(_run(command, "doctor", "--json"))["findings"]}
+    assert findings["native core"]["verdict"] == "good"
+    assert findings["uvloop"]["verdict"] == "note"  # of an extra, which is not there
+    assert "pip install 'aioshm[uvloop]'" in findings["uvloop"]["advice"]
     assert _run(command, "--version") == f"aioshm {VERSION}\n"
     completion = _run(command, "--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert "_aioshm_completion" in completion
@@ -153,16 +137,6 @@ def _a_new_user(wheel: Path, tmp_path: Path) -> None:
         assert "mine" in _run(command, "ls", "--json")
         assert "mine" in _run(command, "top", "--once", "--json")
         writer.communicate()
-
-
-@pytest.mark.slow
-@needs_a_compiler
-def test_the_native_parts_are_left_out_or_demanded(sdist: Path, tmp_path: Path) -> None:
-    build = ["wheel", "--no-build-isolation", "--no-deps", "--no-cache-dir", "-w", tmp_path, sdist]
-    _pip(*build, AIOSHM_NATIVE="0")
-    assert [path.name for path in tmp_path.glob("*.whl")] == [f"aioshm-{VERSION}-py3-none-any.whl"]
-    with pytest.raises(AssertionError, match="/nowhere/cc"):
-        _pip(*build, AIOSHM_NATIVE="1", CC="/nowhere/cc")
 
 
 def test_importing_takes_at_most_a_tenth_of_a_second() -> None:
