@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -27,16 +28,10 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own 
 
 
 class Family:
-    """A front end and everything below it."""
+    """A front end and everything below it, by their roles."""
 
-    def __init__(self, way: str) -> None:
-        path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-        self.front_end = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("family.py")), way],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+    def __init__(self, front_end: subprocess.Popen[str]) -> None:
+        self.front_end = front_end
         self.pids: dict[str, int] = {}
 
     def wait_for(self, *roles: str) -> None:
@@ -51,60 +46,56 @@ class Family:
         os.kill(self.pids[role], signal.SIGKILL)
 
     def gone(self, *roles: str) -> bool:
-        if "front end" in roles:
-            self.front_end.poll()
+        self.front_end.poll()
         return all(gone(self.pids[role]) for role in roles)
 
-    def end(self) -> None:
-        for pid in [*self.pids.values()]:
-            if pid and not gone(pid):
-                os.kill(pid, signal.SIGKILL)
-        self.front_end.kill()
-        with self.front_end:
-            pass
 
-    def exited(self) -> int:
-        return self.front_end.wait(60)
-
-
-@pytest.fixture
-def start_family() -> Iterator[Callable[[str], Family]]:
-    families = []
-
-    def start(way: str) -> Family:
-        families.append(Family(way))
-        return families[-1]
-
-    yield start
-    for family in families:
-        family.end()
+@contextmanager
+def family(way: str) -> Iterator[Family]:
+    script = Path(__file__).with_name("family.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(script), way]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as front_end:
+        found = Family(front_end)
+        try:
+            yield found
+        finally:
+            front_end.kill()
+            for role in [*found.pids]:
+                if found.pids[role] and not found.gone(role):
+                    found.kill(role)
 
 
 ROLES = ["front end", "engine", "worker", "helper"]
 
 
 @pytest.mark.parametrize("level", [0, 2], ids=["front end", "worker"])
-def test_what_is_below_goes_along(level: int, start_family: Callable[[str], Family]) -> None:
-    family = start_family("tree")
-    family.wait_for(*ROLES)
-    family.kill(ROLES[level])
-    eventually(lambda: family.gone(*ROLES[level:]), f"the end of {ROLES[level:]}", WITHIN_S)
-    assert not any(family.gone(role) for role in ROLES[:level])
+def test_what_is_below_goes_along(level: int) -> None:
+    with family("tree") as found:
+        found.wait_for(*ROLES)
+        found.kill(ROLES[level])
+        eventually(lambda: found.gone(*ROLES[level:]), f"the end of {ROLES[level:]}", WITHIN_S)
+        assert not any(found.gone(role) for role in ROLES[:level])
 
 
 @pytest.mark.parametrize("way", [pytest.param("engine", marks=on_linux), "slow", "thread"])
-def test_engine_goes_along_that_is_stopped_or_still_imports_or_whose_starting_thread_has_ended(
-    way: str, start_family: Callable[[str], Family]
-) -> None:
-    family = start_family(way)
-    family.wait_for("front end", "engine", *(["thread"] if way == "thread" else []))
-    if way == "engine":
-        os.kill(family.pids["engine"], signal.SIGSTOP)
-    else:
-        time.sleep(0.2)  # the kernel's own way would have ended it with the thread
-    assert not family.gone("engine")
-    family.kill("front end")
-    eventually(lambda: family.gone("engine"), "the end of the engine", WITHIN_S)
+def test_engine_goes_along_that_is_stopped_or_still_imports_or_whose_starting_thread_has_ended(way: str) -> None:
+    with family(way) as found:
+        found.wait_for("front end", "engine", *(["thread"] if way == "thread" else []))
+        if way == "engine":
+            os.kill(found.pids["engine"], signal.SIGSTOP)
+        else:
+            time.sleep(0.2)  # the kernel's own way would have ended it with the thread
+        assert not found.gone("engine")
+        found.kill("front end")
+        eventually(lambda: found.gone("engine"), "the end of the engine", WITHIN_S)
+
+
+def test_program_that_did_not_stop_its_process_ends_and_kills_it() -> None:
+    with family("forgotten") as found:
+        found.wait_for("engine")
+        assert found.front_end.wait(60) == 0
+        eventually(lambda: found.gone("engine"), "the end of the engine", WITHIN_S)
 
 
 # The ways one by one, in processes of other kinds
@@ -155,21 +146,13 @@ def test_each_way_alone(method: str, lost: list[str]) -> None:
             between.close()
 
 
-def test_program_that_did_not_stop_its_process_ends_and_kills_it(start_family: Callable[[str], Family]) -> None:
-    family = start_family("forgotten")
-    family.wait_for("engine")
-    assert family.exited() == 0
-    eventually(lambda: family.gone("engine"), "the end of the engine", WITHIN_S)
-
-
 def test_a_parent_that_is_gone_already() -> None:
     program = "import sys, time; from aioshm.engine import die_with_parent; die_with_parent({}); print('alive')"
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    result = subprocess.run([sys.executable, "-c", program.format(ended.pid)], capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (1, "", "")
-    result = subprocess.run([sys.executable, "-c", program.format(os.getpid())], capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "alive\n", "")
+    for pid, code, said in ((ended.pid, 1, ""), (os.getpid(), 0, "alive\n")):
+        result = subprocess.run([sys.executable, "-c", program.format(pid)], capture_output=True, text=True)
+        assert (result.returncode, result.stdout, result.stderr) == (code, said, "")
 
 
 def test_the_file_stands_alone() -> None:
