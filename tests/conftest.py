@@ -18,13 +18,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import uvloop
-from _pytest.assertion import rewrite
 from _pytest.config import create_terminal_writer
 from hypothesis import settings
 
@@ -49,7 +46,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hear Ctrl-C, which a shell has had ignored by what it runs in the background, and by its children."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.dont_write_bytecode = False
-    _rewrite_share(config)
     if hasattr(config, "workerinput"):  # of pytest-xdist; the stacks of what hangs would go nowhere
         writer = create_terminal_writer(config, sys.__stderr__)
         config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]
@@ -109,23 +105,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("s")
     yield path
     shutil.rmtree(path)
-
-
-def _rewrite_share(config: pytest.Config) -> None:
-    """Rewrite the assertions of a share of the tests for every process: each would do it for all tests of its own.
-
-    It is more than half of what collecting tests takes. What pytest has rewritten once is on disk, like bytecode.
-    """
-    worker: dict[str, Any] = getattr(config, "workerinput", {"workerid": "gw0", "workercount": 1})
-    if worker["workercount"] == 1:
-        return  # alone, or the one that only hands out the tests: there is nobody to share with
-    for path in sorted(Path(__file__).parent.rglob("test_*.py"))[int(worker["workerid"][2:]) :: worker["workercount"]]:
-        folder = rewrite.get_cache_dir(path)
-        rewritten = folder / (path.stem + rewrite.PYC_TAIL)
-        if rewrite.try_makedirs(folder) and rewrite._read_pyc(path, rewritten) is None:
-            with suppress(SyntaxError):  # told where it is collected
-                stat, code = rewrite._rewrite_test(path, config)
-                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, rewritten)
 
 
 def pytest_collection_finish() -> None:

@@ -19,11 +19,7 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset and forgets
 
 
 class Proxy:
-    """Listens on a port of its own and forwards to a target, as well as it is told to.
-
-    Args:
-        target: Where to, as ZeroMQ writes it: ``tcp://127.0.0.1:1234``.
-        port: Which port; 0: any.
+    """Listens on a port of its own and forwards to a target (``tcp://127.0.0.1:1234``), as well as it is told to.
 
     Attributes:
         connections: How many there were.
@@ -91,17 +87,10 @@ class Proxy:
         """Forward again."""
         self._flowing.set()
 
-    def misbehave(self, every_s: float, delay_s: float, *, in_step: bool = False) -> None:
-        """Do one of all that at random times from now on, until `behave`.
-
-        Args:
-            every_s: On average.
-            delay_s: How long chunks wait meanwhile, at most.
-            in_step: Whether to count milliseconds in sleeps of the loop, which take longer where the machine has much
-                else to do, as handshakes do: else none would ever be done between two of these times.
-        """
+    def misbehave(self, every_s: float, delay_s: float) -> None:
+        """Do one of all that every so often on average until `behave`; chunks wait for so long at most."""
         self.delay_s = delay_s
-        self._misbehaving = asyncio.ensure_future(self._misbehave(every_s, in_step))
+        self._misbehaving = asyncio.ensure_future(self._misbehave(every_s))
 
     async def behave(self) -> None:
         """Forward everything again, at once."""
@@ -112,13 +101,13 @@ class Proxy:
         self.delay_s, self.refusing = 0.0, False
         self.resume()
 
-    async def _misbehave(self, every_s: float, in_step: bool) -> None:
+    async def _misbehave(self, every_s: float) -> None:
         rng = self._rng
         while True:
-            pause_s = rng.expovariate(1 / every_s)
-            for _ in range(int(1000 * pause_s) if in_step else 0):
+            # In sleeps of the loop, which take longer where the machine has much else to do, as handshakes do: else
+            # none would ever be done between two of these times.
+            for _ in range(int(1000 * rng.expovariate(1 / every_s))):
                 await asyncio.sleep(0.001)
-            await asyncio.sleep(0 if in_step else pause_s)
             what = rng.choice(("reset", "close", "half close", "truncate", "truncate", "stall", "refuse"))
             if what in ("reset", "close"):
                 self.cut(reset=what == "reset")

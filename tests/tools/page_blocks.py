@@ -75,24 +75,18 @@ class Block:
 
 def blocks_of(page: Path) -> Iterator[Block]:
     """Yield the fenced blocks of a page."""
-    mark, fence, indent, start = "", "", 0, 0
-    info: list[str] = []
+    mark, fence, info, indent, start = "", "", "", 0, 0
     lines: list[str] = []
     for number, line in enumerate(page.read_text().splitlines(), 1):
         found = _FENCE.match(line)
         if not fence and found:
             fence, indent, start = found["fence"], len(found["indent"]), number + 1
-            info, lines = found["info"].split(maxsplit=1), []
+            info, lines = found["info"], []
         elif fence and line.strip() == fence:
-            title = re.search(r'title="([^"]+)"', info[1]) if len(info) > 1 else None
-            yield Block(
-                f"{page}:{start}",
-                info[0] if info else "",
-                title[1] if title else "",
-                mark,
-                "\n".join(lines) + "\n",
-                start,
-            )
+            language, _, attributes = info.partition(" ")
+            title = re.search(r'title="([^"]+)"', attributes)
+            text = "\n".join(lines) + "\n"
+            yield Block(f"{page}:{start}", language, title[1] if title else "", mark, text, start)
             fence = mark = ""
         elif fence:
             lines.append(line[indent:] if not line[:indent].strip() else line)

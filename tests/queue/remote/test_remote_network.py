@@ -90,8 +90,8 @@ async def test_closing_over_connections_that_end_all_the_time(caplog: pytest.Log
         async with writer, proxied(writer.export_handle(), random.Random(seed)) as (handle, data, control):
             async with MessageQueue.create_from_handle(handle, 0) as reader:
                 await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
-                data.misbehave(0.1, 0.001, in_step=True)
-                control.misbehave(0.02, 0.001, in_step=True)
+                data.misbehave(0.1, 0.001)
+                control.misbehave(0.02, 0.001)
                 await writer.enqueue_many(range(100))
                 async with asyncio.timeout(10):
                     closing = asyncio.ensure_future(writer.aclose())
