@@ -37,7 +37,7 @@ PROMPTS = ("hello", "The quick brown fox", "x", "1 + 1 = ", "What? " * 20)
 
 
 class Server:
-    """The front end as a process of its own, ready; it writes its log to a file."""
+    """The front end as a process of its own; it writes its log to a file."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -54,6 +54,8 @@ class Server:
                 stderr=stderr,
                 text=True,
             )
+
+    def wait_until_it_serves(self) -> None:
         assert self.process.stdout is not None
         started = next((line for line in self.process.stdout if line.startswith("serving on")), "")
         assert started, self.log()
@@ -64,7 +66,7 @@ class Server:
 
     @contextmanager
     def request(self, method: str, path: str, body: str | None = None) -> Iterator[HTTPResponse]:
-        with closing(HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+        with closing(HTTPConnection("127.0.0.1", self.port, timeout=120)) as connection:
             connection.request(method, path, body)
             with connection.getresponse() as response:
                 yield response
@@ -170,6 +172,7 @@ def test_front_end_serves_and_outlives_its_engines(tmp_path: Path) -> None:
     """One test, because each server, and each of its engines, takes ten seconds to start."""
     server = Server(tmp_path / "log")
     try:
+        server.wait_until_it_serves()
         _texts_are_those_of_the_whole_model_token_for_token(server)
         _streams_bring_one_token_after_the_other(server)
         for stream in (True, False):
