@@ -20,20 +20,6 @@ def gone(pid: int) -> bool:
         return True
 
 
-def check_killed(pid: int) -> None:
-    """Wait until a process is gone that has been killed; fail if it was not, whose signal wakes it from any sleep."""
-
-    def is_gone() -> bool:
-        try:
-            status = psutil.Process(pid).status()
-        except psutil.NoSuchProcess:
-            return True
-        assert status != psutil.STATUS_SLEEPING, f"process {pid} sleeps, and was not killed"
-        return status == psutil.STATUS_ZOMBIE
-
-    eventually(is_gone, f"the end of process {pid}")
-
-
 def wait_for_line(manager: ProcessManager, name: str, beginning: str) -> str:
     """Wait until a process has said such a line; return the rest of it."""
     found: list[str] = []

@@ -12,12 +12,9 @@ import mmap
 import os
 import sys
 import time
-from typing import Any, NoReturn
+from typing import Any
 
-import msgspec
-
-from aioshm import AioshmError, MessageQueue
-from aioshm.queue import Handle
+from aioshm import AioshmError, MessageQueue, blocking
 from aioshm.queue.remote import source
 from aioshm.ring.layout import CHUNK_HEADER_BYTES, SLOT_HEADER_BYTES
 from aioshm.ring.mapping import address_of
@@ -28,10 +25,7 @@ def say(text: object) -> None:
 
 
 async def _reader(handle: str, rank: str) -> MessageQueue:
-    parsed = Handle.from_json(handle)
-    reader = MessageQueue.create_from_handle(
-        parsed, int(rank), options=msgspec.structs.replace(parsed.options, wait="adaptive")
-    )
+    reader = MessageQueue.create_from_handle(handle, int(rank))
     await reader.wait_until_ready(20)
     say("ready")
     return reader
@@ -163,12 +157,59 @@ async def lend(size: str) -> None:
                 await asyncio.sleep(1000)
 
 
-def main() -> NoReturn:
-    logging.disable()  # what is on standard error counts as a complaint
-    role = globals()[sys.argv[1]]
-    asyncio.run(role(*sys.argv[2:]))
-    sys.exit(0)
+# Ends of the blocking API
+
+
+def _blocking_reader(handle: str) -> blocking.MessageQueue:
+    reader = blocking.MessageQueue.create_from_handle(handle, 0)
+    reader.wait_until_ready(20)
+    say("ready")
+    return reader
+
+
+def collect_blocking(handle: str) -> None:
+    """Read to the end and say how it ended."""
+    with _blocking_reader(handle) as reader:
+        received = 0
+        try:
+            for number, payload in reader:
+                assert (number, payload) == (received, bytes([number % 256]) * len(payload))
+                received += 1
+        except AioshmError as error:
+            say(f"{received} then {type(error).__name__} {error}")
+        else:
+            say(f"{received} then closed")
+
+
+def write_blocking(count: str, size: str) -> None:
+    """Write messages, then stay."""
+    with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=10, slots=10) as writer:
+        say(writer.export_handle().to_json())
+        writer.wait_until_ready(20)
+        for number in range(int(count)):
+            writer.enqueue((number, bytes([number % 256]) * int(size)))
+        say("written")
+        time.sleep(1000)
+
+
+def idle_blocking(handle: str) -> None:
+    """Wait for a message and say how much CPU that took."""
+    with _blocking_reader(handle) as reader:
+        reader.dequeue()
+        before = time.process_time()
+        say("waiting")
+        reader.dequeue()
+        say(time.process_time() - before)
+
+
+def uncaught_blocking(handle: str) -> None:
+    """Wait, and catch nothing."""
+    with _blocking_reader(handle) as reader:
+        reader.dequeue()
 
 
 if __name__ == "__main__":
-    main()
+    logging.disable()  # what is on standard error counts as a complaint
+    work = globals()[sys.argv[1]](*sys.argv[2:])
+    if work is not None:
+        asyncio.run(work)

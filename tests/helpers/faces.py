@@ -13,7 +13,7 @@ from typing import Any
 
 from aioshm import Options, blocking
 
-SCRIPT = Path(__file__).with_name("blocking_child.py")
+SCRIPT = Path(__file__).with_name("child.py")
 
 READS: dict[str, Any] = {
     "dequeue": lambda reader: reader.dequeue(),
@@ -114,11 +114,14 @@ def handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
 
 
 class Child:
-    """A running ``blocking_child.py``."""
+    """A running ``child.py`` in a role of the blocking API."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, role: str, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-u", str(SCRIPT), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, str(SCRIPT), f"{role}_blocking", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         self.pid = self.process.pid
 
