@@ -21,7 +21,7 @@ COUNT = 1_000
 
 
 class Crew:
-    """Four processes, one for each rank; they stay for all tests of this file, because torch takes long to import."""
+    """Three processes, one for each rank; they stay for all tests of this file, because torch takes long to import."""
 
     def __init__(self) -> None:
         self._kept = ExitStack()  # nobody else is given its ports
@@ -30,14 +30,14 @@ class Crew:
         environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": "timeout:1"}
         self._children = [
             subprocess.Popen(
-                [sys.executable, str(CHILD), "rank", str(rank), "4", *ports],
+                [sys.executable, str(CHILD), "rank", str(rank), "3", *ports],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 env=environ,
             )
-            for rank in range(4)
+            for rank in range(3)
         ]
 
     def wait(self) -> None:
@@ -62,6 +62,10 @@ class Crew:
         return [answer["returned"] for answer in answers]
 
     def end(self) -> list[tuple[int, str]]:
+        for child in self._children:
+            assert child.stdin is not None
+            child.stdin.close()
+            child.stdin = None  # or `communicate` would flush it
         return [(child.wait(20), complaints) for child in self._children for _, complaints in [child.communicate()]]
 
     def kill(self) -> None:
@@ -77,7 +81,7 @@ def crew() -> Iterator[Crew]:
     try:
         crew.wait()
         yield crew
-        assert crew.end() == [(0, "")] * 4, "no traceback, no warning"
+        assert crew.end() == [(0, "")] * 3, "no traceback, no warning"
     finally:
         crew.kill()
 
@@ -85,26 +89,21 @@ def crew() -> Iterator[Crew]:
 @pytest.mark.parametrize(("group", "loop"), [("gloo", "uvloop"), ("stateless", "asyncio")])
 def test_every_array_arrives_at_every_reader(crew: Crew, group: str, loop: str) -> None:
     crew.do("arrays", loop, group=group, writer=2, count=COUNT)
-    assert crew.returned() == [COUNT, COUNT, 0, COUNT]
+    assert crew.returned() == [COUNT, COUNT, 0]
 
 
 def test_ranks_are_the_subgroups(crew: Crew) -> None:
     crew.do("ranks", "asyncio")
-    zero, one, two, three = crew.answers()
-    assert one == {"returned": [0]}
-    assert three == {"returned": [0]}
-    for outsider in (zero, two):
-        assert outsider == {
-            "raised": "ValueError",
-            "text": "pg is a process group that this process is no member of",
-        }
+    outsider, *members = crew.answers()
+    assert members == [{"returned": [0]}] * 2
+    assert outsider == {"raised": "ValueError", "text": "pg is a process group that this process is no member of"}
 
 
-@pytest.mark.parametrize(("group", "members"), [("gloo", [0, 1, 2, 3]), ("odd", [1, 3])])
+@pytest.mark.parametrize(("group", "members"), [("gloo", [0, 1, 2]), ("some", [1, 2])])
 def test_vllms_interface_from_all_to_one(crew: Crew, group: str, members: list[int]) -> None:
-    crew.do("vllm_to_one", "asyncio", group=group, reader=3, count=20)  # by its rank among all
+    crew.do("vllm_to_one", "asyncio", group=group, reader=2, count=20)  # by its rank among all
     received = [[[rank, number] for number in range(20)] for rank in members]
-    assert crew.returned() == [[], [], [], received]
+    assert crew.returned() == [[], [], received]
 
 
 def test_a_group_without_a_backend_for_the_cpu(crew: Crew) -> None:
@@ -118,7 +117,7 @@ def test_a_rank_that_does_not_come(crew: Crew) -> None:
     crew.do("missing", "asyncio")
     answers = crew.answers()
     assert answers[1] == {"returned": None}
-    for rank in (0, 2, 3):
+    for rank in (0, 2):
         # Whoever times out first closes its connections, which the others may see before their own time is up.
         assert answers[rank]["raised"] in ("TimeoutError", "GroupBroken")
         assert answers[rank]["text"].startswith("a collective of the process group ")
