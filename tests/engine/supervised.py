@@ -6,10 +6,11 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+import zmq
 from served_engine import Engine
 
 from aioshm.engine import (
@@ -23,6 +24,7 @@ from aioshm.engine import (
     run_engine_core,
     shake_hands,
 )
+from aioshm.engine.protocol.messages import Progress, encode
 
 LOOPBACK = "tcp://127.0.0.1:0"
 MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
@@ -72,11 +74,6 @@ def serve_after_death(handshake_address: str, dp_rank: int, local_dp_rank: int, 
         asyncio.run(die_unregistered())
 
 
-def serve_one_by_one(handshake_address: str, dp_rank: int, local_dp_rank: int, stuck: str) -> None:
-    """Run an engine in lockstep; while the file ``stuck`` is there, that of rank 1 waits before HELLO."""
-    serve(handshake_address, dp_rank, local_dp_rank, stuck=stuck if dp_rank == 1 else "", lockstep=True)
-
-
 def pids(supervisor: EngineSupervisor) -> list[int]:
     """Return the process ids of the engines, by rank."""
     return [engine.pid or 0 for engine in supervisor.engines]
@@ -92,6 +89,15 @@ async def front_end(supervisor: EngineSupervisor, index: int, **options: Any) ->
     async with EngineClient(launch.addresses, 1, chosen) as client:
         await client.wait_until_ready(30)
         yield client
+
+
+@contextmanager
+def hanging_front_end(supervisor: EngineSupervisor) -> Iterator[None]:
+    """Connect a front end that never says which membership it knows."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(supervisor.launch.membership_address or "")
+        dealer.send(encode(Progress()))
+        yield
 
 
 def api_servers(

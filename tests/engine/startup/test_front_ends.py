@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from served_engine import Engine, ask, collected, stop, until
 from startups import starting
-from supervised import LOOPBACK, MANY, front_end, pids, serve
+from supervised import LOOPBACK, MANY, front_end, hanging_front_end, pids, serve
 
 from aioshm.engine import (
     ClientOptions,
@@ -29,7 +28,6 @@ from aioshm.engine import (
     run_engine_core,
     shake_hands,
 )
-from aioshm.engine.protocol.messages import Progress, encode
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.errors import EngineDead, RoleError
 
@@ -158,15 +156,6 @@ async def test_engine_of_another_host_is_admitted_after_its_predecessors(tmp_pat
         there.start_engine(1)
         await client.wait_until_ready(30)
         assert len(await collected(client.submit(ask("b"), engine=1))) == 3
-
-
-@contextmanager
-def hanging_front_end(supervisor: EngineSupervisor) -> Iterator[None]:
-    """Connect a front end that never says which membership it knows."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.connect(supervisor.launch.membership_address or "")
-        dealer.send(encode(Progress()))
-        yield
 
 
 async def test_front_end_that_hangs_holds_up_no_scaling_with_a_timeout() -> None:

@@ -9,11 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-import zmq
 from served_engine import Engine, ask, collected, stop, until
-from supervised import MANY, front_end, pids
+from supervised import MANY, front_end, hanging_front_end, pids
 
 from aioshm.engine import (
     EngineClient,
@@ -213,11 +211,7 @@ async def test_supervisor_without_a_front_end_waits_for_one_to_pause_the_engines
 
 async def test_pause_names_a_front_end_that_does_not_answer_and_ends_with_the_supervisor(tmp_path: Path) -> None:
     async with supervised(tmp_path / "hold", num_api_servers=2) as supervisor, front_end(supervisor, 0):
-        address = supervisor.launch.membership_address
-        assert address is not None
-        with zmq.Context() as context, context.socket(zmq.DEALER) as silent:
-            silent.connect(address)
-            silent.send(msgspec.msgpack.encode([]))
+        with hanging_front_end(supervisor):
             await until(lambda: len(supervisor.launch.front_ends or ()) == 2)
             with pytest.raises(TimeoutError, match=r"have not paused after 0\.2 s: 1 front ends have not answered"):
                 await supervisor.pause(timeout=0.2)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from served_engine import ask, collected, stop, until
-from supervised import MANY, pids, serve, serve_after_death, serve_one_by_one
+from supervised import MANY, pids, serve, serve_after_death
 
 from aioshm.engine import (
     ClientOptions,
@@ -261,7 +261,7 @@ async def test_closing_in_the_middle_of_a_restart_leaves_nothing() -> None:
 async def test_closing_ends_scaling_with_an_error(tmp_path: Path) -> None:
     stuck = tmp_path / "stuck"
     options = {"layout": EngineLayout(coordinator=False), "kwargs": {"stuck": str(stuck)}}
-    async with EngineSupervisor(serve_one_by_one, 1, **options) as supervisor:
+    async with EngineSupervisor(serve, 1, **options) as supervisor:
         stuck.touch()
         scaling = asyncio.create_task(supervisor.scale(2))
         await until(lambda: [info.state for info in supervisor.engines] == ["running", "starting"])

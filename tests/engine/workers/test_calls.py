@@ -6,6 +6,8 @@ import asyncio
 import os
 import pickle
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import worker_targets as targets
 from support import until
 
 from aioshm import CodecError, MessageTooLarge, Options, WorkerError
-from aioshm.engine import WorkerGroup
+from aioshm.engine import RankInfo, WorkerGroup
 from aioshm.process.proc import process_state
 
 pytestmark = pytest.mark.slow_on_uvloop
@@ -44,6 +46,25 @@ async def sent_step(group: WorkerGroup, method: str, *args: Any) -> asyncio.Task
 def calls_of(group: WorkerGroup, rank: int) -> list[Any]:
     """Return the calls that were sent to a worker and not answered."""
     return group._session.calls.sent_to(rank)
+
+
+@asynccontextmanager
+async def changes_of(group: WorkerGroup) -> AsyncIterator[list[RankInfo]]:
+    """Collect the changes of the workers."""
+    changes: list[RankInfo] = []
+
+    async def collect() -> None:
+        async for change in group.membership():
+            changes.append(change)
+
+    collecting = asyncio.create_task(collect())
+    await asyncio.sleep(0)
+    try:
+        yield changes
+    finally:
+        collecting.cancel()
+        with suppress(asyncio.CancelledError):
+            await collecting
 
 
 class TestCall:

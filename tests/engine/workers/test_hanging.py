@@ -7,17 +7,17 @@ import logging
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import hanging_targets as targets
 import pytest
 from support import cancelled_after, until
+from test_calls import changes_of
 
-from aioshm import Options, QueueClosed, RoleError, WorkerDied
-from aioshm.engine import RankInfo, Restart, WorkerGroup
+from aioshm import Options, QueueClosed, WorkerDied
+from aioshm.engine import Restart, WorkerGroup
 
 pytestmark = pytest.mark.one_loop
 
@@ -27,25 +27,6 @@ WARNING_S = 0.6
 def group_of(n_workers: int = 2, warning_s: float = WARNING_S, **options: Any) -> WorkerGroup:
     options = {"shutdown_timeout": 0.2, **options}
     return WorkerGroup(targets.Hanging, n_workers, options=Options(stall_warning_s=warning_s), **options)
-
-
-@asynccontextmanager
-async def changes_of(group: WorkerGroup) -> AsyncIterator[list[RankInfo]]:
-    """Collect the changes of the workers."""
-    changes: list[RankInfo] = []
-
-    async def collect() -> None:
-        async for change in group.membership():
-            changes.append(change)
-
-    collecting = asyncio.create_task(collect())
-    await asyncio.sleep(0)
-    try:
-        yield changes
-    finally:
-        collecting.cancel()
-        with suppress(asyncio.CancelledError):
-            await collecting
 
 
 HANGS: list[tuple[str, Callable[..., None]]] = [
@@ -226,19 +207,6 @@ async def test_restart_replaces_workers_in_any_condition() -> None:
         await group.restart(0)
         assert group.workers[0].restarts == 2
         assert await group.broadcast("which") == [0, 1, 2, 3]
-
-
-async def test_restart_needs_a_policy_a_worker_and_an_open_group() -> None:
-    async with group_of() as group:
-        with pytest.raises(RoleError, match="restart="):
-            await group.restart(0)
-    async with group_of(1, restart=Restart()) as group:
-        with pytest.raises(ValueError, match="rank must be below 1, not 1"):
-            await group.restart(1)
-        with pytest.raises(ValueError, match="timeout"):
-            await group.restart(0, timeout=-1)
-    with pytest.raises(QueueClosed):
-        await group.restart(0)
 
 
 async def test_restart_of_a_group_that_has_ended_kills_nobody() -> None:

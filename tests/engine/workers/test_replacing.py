@@ -15,10 +15,10 @@ import pytest
 import worker_targets as targets
 from managed import gone
 from support import eventually, until
-from test_calls import calls_of
+from test_calls import calls_of, changes_of
 
 from aioshm import WorkerDied
-from aioshm.engine import RankInfo, Restart, WorkerGroup
+from aioshm.engine import Restart, WorkerGroup
 from aioshm.engine.workers.worker import MAX_TEXT
 
 pytestmark = pytest.mark.one_loop
@@ -100,14 +100,7 @@ async def test_answers_from_before_a_death_are_delivered() -> None:
 
 
 async def test_idle_workers_and_standbys_are_replaced() -> None:
-    async with group_of(2, standbys=1) as group:
-        changes: list[RankInfo] = []
-
-        async def watch() -> None:
-            async for change in group.membership():
-                changes.append(change)
-
-        watching = asyncio.create_task(watch())
+    async with group_of(2, standbys=1) as group, changes_of(group) as changes:
         await until(lambda: group.standbys == 1)
         standby = group._session.standbys[0]
         os.kill(standby.pid, signal.SIGKILL)
@@ -124,7 +117,6 @@ async def test_idle_workers_and_standbys_are_replaced() -> None:
         assert changes[-1].pid == group.pids[0] != victim
         assert str(victim) in changes[-1].cause
         assert await group.collective_rpc("add") == [0, 1]
-    await watching
 
 
 async def test_constructor_that_exceeds_ready_timeout_is_killed_and_tried_again_and_call_any_skips_the_rank(

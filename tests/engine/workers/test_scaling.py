@@ -75,6 +75,7 @@ async def test_cancelled_scaling_is_completed(tmp_path: Path) -> None:
         pids = group.pids
         held = asyncio.create_task(group.call(1, "wait_for", str(go), "held", 1))
         await until(lambda: calls_of(group, 1))
+        stream = group.stream(2, "count")
         scaling = asyncio.create_task(group.scale(1))
         await until(lambda: group._session.callable == 1)
         scaling.cancel()
@@ -83,6 +84,9 @@ async def test_cancelled_scaling_is_completed(tmp_path: Path) -> None:
         go.touch()
         assert await held == "held"
         await until(lambda: group.n_workers == 1 and all(map(gone, pids[1:])))
+        for _ in range(2):
+            with pytest.raises(QueueClosed, match="the group of workers was made smaller"):
+                await anext(stream)
         await group.scale(2)
         assert await group.collective_rpc("add", timeout=60) == [0, 1]
 
@@ -123,25 +127,21 @@ async def test_death_of_a_leaving_worker_fails_no_call_of_another_worker(tmp_pat
         assert await group.broadcast("add", 5, timeout=60) == [5]
 
 
-async def test_scaling_needs_a_policy_a_number_within_max_workers_and_an_open_group() -> None:
+async def test_scaling_and_restarting_need_a_policy_a_worker_and_an_open_group() -> None:
     async with group_of(1, restart=None, options=Options(max_spin_cpu=0.1)) as group:
-        with pytest.raises(RoleError, match="restart="):
-            await group.scale(1)
+        for call in (group.scale(1), group.restart(0)):
+            with pytest.raises(RoleError, match="restart="):
+                await call
     async with group_of(1) as group:
         with pytest.raises(ValueError, match="n_workers must be at most max_workers, which is 1, not 2"):
             await group.scale(2)
-    with pytest.raises(QueueClosed):
-        await group.scale(1)
-
-
-async def test_stream_of_a_worker_that_has_left_raises_each_time() -> None:
-    async with group_of(2) as group:
-        stream = group.stream(1, "count")
-        await group.scale(1)
-        async with asyncio.timeout(20):
-            for _ in range(2):
-                with pytest.raises(QueueClosed, match="the group of workers was made smaller"):
-                    await anext(stream)
+        with pytest.raises(ValueError, match="rank must be below 1, not 1"):
+            await group.restart(1)
+        with pytest.raises(ValueError, match="timeout"):
+            await group.restart(0, timeout=-1)
+    for call in (group.scale(1), group.restart(0)):
+        with pytest.raises(QueueClosed):
+            await call
 
 
 async def test_workers_are_listed_while_another_thread_adds_one(monkeypatch: pytest.MonkeyPatch) -> None:
