@@ -17,7 +17,7 @@ from faces import Thread
 from test_names import named_child, new_writer
 from test_names import names as names  # the fixture
 
-from aioshm import HandleError, MessageQueue, NameTaken, SharedMemoryError
+from aioshm import HandleError, MessageQueue, NameTaken, OutOfDescriptors, QueueRestarted, SharedMemoryError
 from aioshm.queue.names import files
 
 pytestmark = pytest.mark.one_loop  # what is under test are files
@@ -236,3 +236,25 @@ def test_of_many_writers_at_once_one_has_the_name(names: Path) -> None:
         assert len(made) == 1
         asyncio.run(made[0].aclose())
         assert os.listdir(names) == []
+
+
+async def test_who_lacks_a_descriptor_is_told_and_may_try_again(names: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_new_draft", refuse)
+        with pytest.raises(OutOfDescriptors, match="a writer of the name 'steps'"):
+            new_writer()
+    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
+        for told in (False, True):
+            async with new_writer() as writer:
+                with monkeypatch.context() as patch:
+                    patch.setattr(files, "open_own", refuse)
+                    with pytest.raises(OutOfDescriptors, match="a reader of the name 'steps'"):
+                        await reader.dequeue(20)
+                await writer.enqueue(1, 20)
+                if told:
+                    with pytest.raises(QueueRestarted):
+                        await reader.dequeue(20)
+                assert await reader.dequeue(20) == 1
