@@ -291,6 +291,14 @@ class TestRestarts:
             assert all_ended(api)
             assert gone(victim)
 
+    async def test_without_a_policy_a_death_is_the_end(self) -> None:
+        async with servers([None, 5]) as api:
+            with pytest.raises(ProcessDied, match=r"ApiServer_1 .* exit code 5$"):
+                await api.wait()
+            assert [(info.state, info.restarts) for info in api.servers] == [("running", 0), ("exited", 0)]
+        with pytest.raises(QueueClosed):
+            await api.wait()
+
 
 FRONT_END = """
 import asyncio, sys

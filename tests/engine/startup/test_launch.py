@@ -14,6 +14,7 @@ from served_engine import ask, collected, stop
 from supervised import serve
 
 from aioshm.engine import (
+    ClientOptions,
     CoreEngineLaunch,
     CoreEngineProcManager,
     DPCoordinator,
@@ -90,18 +91,28 @@ class TestServing:
                 for rank in range(2):
                     assert len(await collected(launch.client.submit(ask(str(rank)), engine=rank))) == 3
 
-    async def test_strangers_stay_outside(self) -> None:
-        """Over TCP everything is encrypted; here somebody says that an engine has died."""
+    @pytest.mark.parametrize("secure", [True, False])
+    async def test_strangers_stay_outside(self, secure: bool) -> None:
+        """Over TCP everything is encrypted unless that is switched off; here somebody says that an engine has died."""
         addresses = EngineZmqAddresses([ANY], [ANY])
         async with launch_core_engines(
-            serve, layout=EngineLayout(addresses=addresses, handshake_address=ANY)
+            serve,
+            kwargs={"secure": secure},
+            layout=EngineLayout(addresses=addresses, handshake_address=ANY),
+            client=ClientOptions(secure=secure),
         ) as launch:
+            stream = launch.client.submit(ask("a", None))
+            await anext(stream)
             with zmq.Context() as context:
                 stranger = context.socket(zmq.PUSH)
                 stranger.connect(addresses.outputs[0])
                 stranger.send(b"ENGINE_CORE_DEAD")
-                for number in range(20):
-                    assert len(await collected(launch.client.submit(ask(str(number))))) == 3
+                if secure:
+                    for number in range(20):
+                        assert len(await collected(launch.client.submit(ask(str(number))))) == 3
+                else:
+                    with pytest.raises(EngineDead, match="has said that it ends"):
+                        await anext(stream)
                 stranger.close(linger=0)
 
 

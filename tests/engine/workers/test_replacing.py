@@ -176,6 +176,17 @@ async def test_constructor_that_fails_with_a_large_text_is_the_cause(tmp_path: P
         assert await group.collective_rpc("add", timeout=60) == [0]
 
 
+async def test_standby_that_dies_before_it_is_ready_is_replaced() -> None:
+    async with group_of(1, standbys=1) as group:
+        processes = group._session.processes._manager.processes
+        await until(lambda: len(processes) == 2)
+        assert group.standbys == 0
+        victim = processes[1].pid or 0
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: group.standbys == 1)
+        assert group._session.standbys[0].pid != victim
+
+
 async def test_calls_that_wait_for_room_at_a_stopped_worker_reach_its_replacement() -> None:
     async with group_of(max_chunk_bytes=1 << 10, max_chunks=2) as group:
         pid = group.pids[1]
