@@ -38,7 +38,6 @@ from aioshm.engine.blocking import CoreEngineLaunch, EngineClient, OutputStream,
 from aioshm.errors import (
     CallFailed,
     EngineDead,
-    EngineStartupError,
     QueueClosed,
     RequestAborted,
     RequestFailed,
@@ -378,7 +377,7 @@ class TestEnding:
             assert ended[1] == 0
             assert client.call("report", engine=0)["open"] == ["a"]
 
-    @pytest.mark.parametrize("ending", ["", "os.kill(os.getpid(), 2)", "pid = os.fork()"])
+    @pytest.mark.parametrize("ending", ["os.kill(os.getpid(), 2)", "pid = os.fork()"])
     def test_a_program_that_ends_without_closing(self, ending: str) -> None:
         program = f"""
             import os, sys
@@ -413,11 +412,6 @@ class TestLaunch:
         assert all(map(gone, pids))
         with pytest.raises(QueueClosed):
             launch.client.call("add", 1)
-
-    def test_a_failure_is_named(self) -> None:
-        with pytest.raises(EngineStartupError, match="no memory left on device 0"):
-            with launch_core_engines(serve, kwargs={"crash": __file__}):
-                raise AssertionError("not reached")
 
     def test_an_interrupt_while_they_start(self) -> None:
         started: list[CoreEngineLaunch] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,22 +61,6 @@ async def test_engine_that_cannot_be_made_is_never_ready(front: BareFrontEnd, pa
             await engine
     await asyncio.sleep(0.02)
     assert front.idle(), "no READY"
-
-
-async def test_a_front_end_that_left_holds_up_no_loop(front: BareFrontEnd, path: str) -> None:
-    def initialize(_metadata: object) -> None:
-        front.close()
-        time.sleep(0.05)
-
-    ticks = 0
-    async with tasks(shake_hands(path, 5, initialize=initialize)) as (engine,):
-        await front.hears()
-        front.says(INIT)
-        for _ in range(20):
-            await asyncio.sleep(0.005)
-            ticks += 1
-        assert ticks == 20
-        engine.cancel()
 
 
 class TestTwoFrontEnds:

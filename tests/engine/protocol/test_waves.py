@@ -175,6 +175,11 @@ def test_wave_far_ahead_is_believed_after_a_restart_only() -> None:
 
 
 class TestPublishing:
+    def test_older_front_ends_get_pairs(self) -> None:
+        made = waves(1, kv_cache_usage=False)
+        made.load(0, load(1, 2, 0.5), 0)
+        assert made.publish(0).counts == [[1, 2]]
+
     def test_publication_waits_for_the_other_engines_of_a_step(self) -> None:
         made = waves()
         made.publish(10)
