@@ -13,11 +13,6 @@ import torch
 from aioshm.engine import bind_kv_cache, copy_slice
 
 
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> None:
-    """Replace the check of the other tests: nothing is opened or started here."""
-
-
 def layers(*names: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     caches = {name: torch.full((2, 3), float(number)) for number, name in enumerate(names)}
     return caches, {name: SimpleNamespace(kv_cache=None) for name in names}

@@ -8,11 +8,6 @@ from aioshm.engine.client.engines import Engines
 from aioshm.errors import EngineDead
 
 
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> None:
-    """Replace the check of the other tests: nothing is opened or started here."""
-
-
 def registered(*ranks: int, **options: int) -> Engines:
     engines = Engines(ranks, **options)
     for engine in engines:
