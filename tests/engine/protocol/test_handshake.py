@@ -271,6 +271,9 @@ class TestRefusals:
         with pytest.raises(HandshakeError) as caught:
             front.receive(b"\x01\0", ready(parallel_config_hash="b" * 100_000))
         assert len(str(caught.value)) < 1000
+        many = FrontEndHandshake(map(CoreEngine, range(1000)), ADDRESSES)
+        with pytest.raises(HandshakeError, match=r"0, 1, .*15, \.\.\.") as caught:
+            many.receive(b"\xff\xff", hello())
 
 
 anything = st.recursive(

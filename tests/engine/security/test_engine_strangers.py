@@ -181,13 +181,20 @@ class TestSecure:
             await stream.aclose()
 
     @pytest.mark.parametrize(
-        "name", ["wave", *(pytest.param(name, marks=pytest.mark.slow) for name in ("subscribe", "endless"))]
+        ("name", "secure"),
+        [
+            ("wave", True),
+            ("wave", False),
+            pytest.param("subscribe", True, marks=pytest.mark.slow),
+            pytest.param("endless", True, marks=pytest.mark.slow),
+        ],
     )
-    async def test_a_coordinator(self, name: str) -> None:
-        keys = EngineKeys.generate()
+    async def test_a_coordinator(self, name: str, secure: bool) -> None:
+        keys = EngineKeys.generate() if secure else None
+        where: dict[str, Any] = {"local_engines": False, "local_front_ends": False}
         async with AsyncExitStack() as stack:
-            starting = DPCoordinator.start(2, local_engines=False, local_front_ends=False, keys=keys)
-            coordinator = await stack.enter_async_context(await starting)
+            opening = DPCoordinator.start(2, **where, keys=keys, secure=secure)
+            coordinator = await stack.enter_async_context(await opening)
             stats = coordinator.get_stats_publish_address()
             (engines_at, reports_at) = coordinator.get_engine_socket_addresses()
             peers = stack.enter_context(Peers(CoordinatorAddresses(stats, engines_at, reports_at), keys))
