@@ -42,7 +42,7 @@ def leave(dp_rank: int, local_dp_rank: int, codes: list[int | None], text: str =
     sys.exit(code)
 
 
-def refuse_to_end(**_: Any) -> None:
+def refuse_to_end(*_: Any, **__: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     say("up")
     while True:
@@ -108,7 +108,3 @@ def serve_badly(listen_address: str, sock: Any, args: list[int | None], client_c
 def tell_modules(**_: Any) -> None:
     say(f"modules {[name for name in sys.modules if name.startswith('aioshm') and name != 'aioshm_parent']}")
     stay()
-
-
-def refuse_to_serve_and_to_end(*_: Any) -> None:
-    refuse_to_end()

@@ -76,25 +76,18 @@ def test_reports_come_at_growing_intervals() -> None:
 # The cell
 
 
-def test_without_a_supervisor_progress_is_private() -> None:
+def test_expected_durations_of_overlapping_blocks_end_with_their_blocks_and_need_no_supervisor() -> None:
     own = progress.Progress()
     own.enter(BUSY)
-    with own.expect(7):
-        assert own.read()[:4] == (BUSY, 2, 0, 7.0)
-    assert own.read()[:4] == (BUSY, 3, 0, 0.0)
-    assert not own.is_watched
-
-
-def test_expected_durations_of_overlapping_blocks_end_with_their_blocks() -> None:
-    own = progress.Progress()
     first, second = own.expect(600), own.expect(10)
     first.__enter__()
     second.__enter__()
-    assert own.read().expected_s == 10
+    assert own.read()[:4] == (BUSY, 3, 0, 10.0)
     first.__exit__(None, None, None)
     assert own.read().expected_s == 10
     second.__exit__(None, None, None)
-    assert own.read().expected_s == 0
+    assert own.read()[:4] == (BUSY, 5, 0, 0.0)
+    assert not own.is_watched
 
 
 def test_expected_durations_leave_the_phase_to_the_thread_of_the_steps() -> None:

@@ -35,18 +35,6 @@ def armed(termination: Termination) -> None:
     termination.arm()
 
 
-async def test_task_that_waits_is_cancelled_by_sigterm(termination: Termination) -> None:
-    armed(termination)
-    with pytest.raises(asyncio.CancelledError):
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(100)
-    assert termination.came
-    assert termination.take_back()
-    task = asyncio.current_task()
-    assert task is not None
-    assert task.cancelling() == 0
-
-
 async def test_task_that_blocks_the_loop_is_interrupted_once_by_sigterm(termination: Termination) -> None:
     armed(termination)
     termination.interrupts = True

@@ -324,7 +324,7 @@ if __name__ == "__main__":
     ("target", "interrupts", "run"),
     [
         ("say_and_stay", 1, "asyncio.run(main())"),
-        ("refuse_to_serve_and_to_end", 2, "import uvloop; uvloop.run(main())"),
+        ("refuse_to_end", 2, "import uvloop; uvloop.run(main())"),
     ],
 )
 def test_ctrl_c_stops_everything_and_a_second_ctrl_c_kills(
