@@ -29,6 +29,13 @@ async def nothing(ends: Ends) -> None:
     """Leave the ends as they were made."""
 
 
+async def begin(ends: Ends) -> None:
+    """Begin to attach, and give up."""
+    for end in (ends[0], *ends[1]):
+        with pytest.raises(TimeoutError):
+            await end.wait_until_ready(0)
+
+
 async def talk(ends: Ends) -> None:
     """Send messages, of which one is read."""
     writer, readers = ends
@@ -54,7 +61,7 @@ CASES = [
     pytest.param(
         use, writer_first, *place, id=f"{use.__name__}-{'writer' if writer_first else 'readers'} first-{place}"
     )
-    for use, writer_first in ((nothing, True), (talk, False), (wait, False))
+    for use, writer_first in ((nothing, True), (begin, True), (talk, False), (wait, False))
     for place in ((1, 0), (0, 1))
 ]
 

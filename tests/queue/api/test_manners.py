@@ -43,9 +43,10 @@ class TestAWriterThatWasClosed:
                 with pytest.raises(PeerClosed):
                     await reader.wait_until_ready(20)
 
-    async def test_at_any_turn_of_the_loop(self) -> None:
+    @pytest.mark.parametrize("backing", ["memfd", "named"])
+    async def test_at_any_turn_of_the_loop(self, backing: Any) -> None:
         for turns in range(25):
-            async with wide_writer(1, 0) as writer:
+            async with wide_writer(1, 0, backing=backing) as writer:
                 waiting = asyncio.ensure_future(writer.wait_until_ready())
                 async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
                     receiving = asyncio.ensure_future(reader.dequeue(20))

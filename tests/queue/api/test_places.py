@@ -56,9 +56,9 @@ async def test_changes_are_told_in_order_whatever_comes_in_between() -> None:
 class TestReplaced:
     """Its first message is the next one that is sent, whatever its predecessor had read."""
 
-    @EITHER_PLACE
-    async def test_after_it_left(self, n_local: int, n_remote: int) -> None:
-        async with ready_ends(2 * n_local, 2 * n_remote) as (writer, (patient, leaver)):
+    @pytest.mark.parametrize(("remote", "backing"), [(0, "memfd"), (0, "named"), (2, "memfd")])
+    async def test_after_it_left(self, remote: int, backing: Any) -> None:
+        async with ready_ends(2 - remote, remote, backing=backing) as (writer, (patient, leaver)):
             changes = writer.membership(20)
             await writer.enqueue("before", 20)
             await leaver.aclose()
