@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
+from loops import open_fds
 from support import eventually
 
 from aioshm.engine import ProcessManager
@@ -41,12 +41,7 @@ def open_things() -> set[str]:
     """Return the descriptors and the threads of this process, with what `multiprocessing` keeps once it was used."""
     resource_tracker.ensure_running()
     things = {thread.name for thread in threading.enumerate() if thread.ident and thread.name.startswith("aioshm")}
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            things.add(f"{fd.name} {os.readlink(fd)}")
-        except FileNotFoundError:
-            continue
-    return things
+    return things | {f"{fd} {what}" for fd, what in open_fds().items()}
 
 
 def marked(mark: str) -> list[str]:

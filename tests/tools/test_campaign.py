@@ -42,9 +42,9 @@ def judge(directory: Path, **journals: list[Note]) -> dict[str, list[str]]:
     return {word: texts for word, texts in found.items() if texts}
 
 
-def queue(directory: Path, first: list[Note], second: list[Note], writer: list[Note] | None = None) -> set[str]:
-    """Return which words there are for a queue with a writer, and two readers one after the other."""
-    journals = {"comers_reader_0_2": first, "comers_reader_0_3": second, "comers_writer_1": writer or WRITER}
+def queue(directory: Path, first: list[Note], second: list[Note]) -> set[str]:
+    """Return which words there are for a queue with two readers one after the other."""
+    journals = {"comers_reader_0_2": first, "comers_reader_0_3": second, "comers_writer_1": WRITER}
     return set(judge(directory, **journals))
 
 
