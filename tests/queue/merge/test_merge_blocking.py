@@ -106,11 +106,19 @@ def test_reader_that_a_thread_acquires_at_the_same_moment_is_left_out(monkeypatc
         assert (owner, waiting.result()) == (1, (0, "on"))
 
 
-def test_error_that_an_interrupted_call_has_left_is_given_out() -> None:
-    with blocking_queues(1) as (_, readers):
-        readers[0].held.failure = CodecError("left")
-        rank, error = Thread(next, merge(readers, errors="yield")).result(10)
-        assert (rank, str(error)) == (0, "left")
+@pytest.mark.parametrize("kept", ["message", "error"])
+def test_what_an_interrupted_call_has_left_is_given_out_though_the_reader_is_not_ready(
+    kept: str,
+) -> None:
+    with blocking_queues(1, ready=False) as (_, readers):
+        merged = merge(readers, errors="yield")
+        if kept == "message":
+            readers[0].held.undelivered.append("left")
+            merged._budget = 0  # the time to look after queues that had nothing
+        else:
+            readers[0].held.failure = CodecError("left")
+        rank, left = Thread(next, merged).result(10)
+        assert (rank, str(left)) == (0, "left")
 
 
 def test_arguments() -> None:
