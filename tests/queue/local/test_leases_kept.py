@@ -48,11 +48,13 @@ async def test_what_is_kept_never_changes_while_the_writer_laps(size: int, chunk
 
 
 async def _prolong_respite(reader: Any) -> None:
-    """Wait until the reader waits; then its respite is short, and prolonged again and again."""
+    """Wait until the reader waits; then let its respite end, and be prolonged, a few times."""
     await until(lambda: reader.end.state.waits, "the reader waits")
     leases = reader.end.source._slots._leases
-    leases._respite_s = leases._retained_at = 0.000_001
-    leases._respite_ends()
+    for _ in range(3):
+        leases._timer.cancel()
+        leases._retained_at -= leases._respite_s
+        leases._respite_ends()
 
 
 async def _lease(reader: MessageQueue) -> Any:
@@ -93,6 +95,15 @@ async def test_a_loop_that_waits_gives_a_message_up_that_the_writer_waits_for() 
         assert await waiting == 2
         assert (leased == 1).all()
         assert LARGE <= reader.stats().copied_bytes < 1.1 * LARGE
+
+
+async def test_a_reader_that_does_nothing_gives_a_message_up_after_its_respite() -> None:
+    async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
+        await writer.enqueue(_array(1, LARGE))
+        async with reader.lease(5) as leased:
+            pass
+        await writer.enqueue_many([_array(2, LARGE)] * 3, 10)  # needs every chunk
+        assert (leased == 1).all()
 
 
 @pytest.mark.usefixtures("long_respite")
