@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
@@ -25,33 +25,23 @@ AWAY = "whether the program that uses the queue hangs is not known here"
 IDLE = "answers: its event loop runs, and there is nothing to read"
 
 
-class Records(logging.Handler):
-    """What was logged; caplog has another list in each phase of a test."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.records: list[logging.LogRecord] = []
-        self.emit = self.records.append  # type: ignore[method-assign]
-
-
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord]]:
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO, "aioshm.queue")
-    handler = Records()
-    logger = logging.getLogger("aioshm.queue")
-    logger.addHandler(handler)
-    yield handler.records
-    logger.removeHandler(handler)
+    return caplog
 
 
 async def test_reader_that_is_made_and_never_awaited_is_named_while_the_writer_waits(
-    log: list[logging.LogRecord],
+    log: pytest.LogCaptureFixture,
 ) -> None:
     async with MessageQueue(1, options=Options(stall_warning_s=0.1)) as writer:
         reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
         with pytest.raises(TimeoutError, match="not attached yet: rank 0"):
             await writer.enqueue("waits", 0.25)
-        assert "for readers to attach: rank 0 (a reader attaches when its first call is awaited" in log[0].getMessage()
+        assert (
+            "for readers to attach: rank 0 (a reader attaches when its first call is awaited"
+            in log.records[0].getMessage()
+        )
         await reader.aclose()
 
 
@@ -62,14 +52,14 @@ async def silent(face: str, how: str, n_local: int = 1, n_remote: int = 0) -> As
         yield writer, await writer.says("{")
 
 
-async def reports(reader: MessageQueue, log: list[logging.LogRecord], number: int = 2) -> list[tuple[int, str]]:
+async def reports(reader: MessageQueue, log: pytest.LogCaptureFixture, number: int = 2) -> list[tuple[int, str]]:
     """Wait for a message that does not come until so many reports were made; return these."""
     waiting = asyncio.ensure_future(reader.dequeue())
-    await until(lambda: len(log) >= number or waiting.done(), "the reports", 15)
+    await until(lambda: len(log.records) >= number or waiting.done(), "the reports", 15)
     waiting.cancel()
     with suppress(asyncio.CancelledError):
         pytest.fail(f"there was a message: {await waiting}")
-    return [(record.levelno, record.getMessage()) for record in log]
+    return [(record.levelno, record.getMessage()) for record in log.records]
 
 
 @pytest.mark.parametrize("n_remote", [0, 1], ids=["local", "remote"])
@@ -83,7 +73,7 @@ async def reports(reader: MessageQueue, log: list[logging.LogRecord], number: in
     ids=lambda value: str(value)[:10],
 )
 async def test_a_silent_writer_is_reported(
-    face: str, how: str, level: int, finding: str, n_remote: int, log: list[logging.LogRecord]
+    face: str, how: str, level: int, finding: str, n_remote: int, log: pytest.LogCaptureFixture
 ) -> None:
     async with silent(face, how, 1 - n_remote, n_remote) as (writer, handle):
         async with MessageQueue.create_from_handle(handle, 0) as reader:
@@ -102,20 +92,20 @@ async def test_a_silent_writer_is_reported(
 
 
 @pytest.mark.slow
-async def test_an_asyncio_writer_that_goes_on_is_believed(log: list[logging.LogRecord]) -> None:
+async def test_an_asyncio_writer_that_goes_on_is_believed(log: pytest.LogCaptureFixture) -> None:
     async with silent("asyncio", "pauses") as (writer, handle):
         async with MessageQueue.create_from_handle(handle, 0) as reader:
             assert await reader.dequeue(20) == "first"
             await writer.says("silent")
             assert await reader.dequeue(20) == "last"
-            assert log
-            assert all(HUNG in record.getMessage() for record in log)
+            assert log.records
+            assert all(HUNG in record.getMessage() for record in log.records)
             log.clear()
             for level, text in await reports(reader, log):
                 assert (level, IDLE in text) == (logging.INFO, True)
 
 
-async def test_a_writer_that_waits_for_another_reader_names_that_one(log: list[logging.LogRecord]) -> None:
+async def test_a_writer_that_waits_for_another_reader_names_that_one(log: pytest.LogCaptureFixture) -> None:
     async with silent("asyncio", "is full", 2) as (writer, handle):
         async with (
             MessageQueue.create_from_handle(handle, 0) as reader,
@@ -130,25 +120,25 @@ async def test_a_writer_that_waits_for_another_reader_names_that_one(log: list[l
                 assert "because the writer waits for rank 1 (pid " in text
 
 
-async def test_a_blocking_reader_reports_too(log: list[logging.LogRecord]) -> None:
+async def test_a_blocking_reader_reports_too(log: pytest.LogCaptureFixture) -> None:
     async with silent("asyncio", "sleeps") as (writer, handle):
 
         def read() -> None:
             with blocking.MessageQueue.create_from_handle(handle, 0) as reader:
                 assert reader.dequeue(20) == "first"
-                while len(log) < 2:
+                while len(log.records) < 2:
                     with pytest.raises(TimeoutError):
                         reader.dequeue(1)
 
         await asyncio.to_thread(lambda: Thread(read).result(60))
-        for record in log:
+        for record in log.records:
             assert record.levelno == logging.WARNING
             assert f"the writer (pid {writer.pid})" in record.getMessage()
             assert HUNG in record.getMessage()
 
 
 async def test_a_merged_queue_that_is_silent_is_reported_amid_the_messages_of_others(
-    log: list[logging.LogRecord],
+    log: pytest.LogCaptureFixture,
 ) -> None:
     async with queues(2, stall_warning_s=STALL_S) as (writers, readers), silent("asyncio", "sleeps") as (hung, handle):
         async with MessageQueue.create_from_handle(handle, 0) as reader:
@@ -170,7 +160,7 @@ async def test_a_merged_queue_that_is_silent_is_reported_amid_the_messages_of_ot
             idle: list[str] = []
 
             def enough() -> bool:
-                texts = [(record.levelno, record.getMessage()) for record in log]
+                texts = [(record.levelno, record.getMessage()) for record in log.records]
                 blamed[:] = [text for level, text in texts if level == logging.WARNING]
                 idle[:] = [text for level, text in texts if level == logging.INFO]
                 return len(blamed) >= 2 and len(idle) >= 2
@@ -186,7 +176,7 @@ async def test_a_merged_queue_that_is_silent_is_reported_amid_the_messages_of_ot
 
 
 @pytest.mark.parametrize("n_remote", [0, 1], ids=["local", "remote"])
-async def test_a_writer_that_admits_nobody_is_named(n_remote: int, log: list[logging.LogRecord]) -> None:
+async def test_a_writer_that_admits_nobody_is_named(n_remote: int, log: pytest.LogCaptureFixture) -> None:
     async with silent("asyncio", "never runs", 1 - n_remote, n_remote) as (writer, handle):
         async with MessageQueue.create_from_handle(handle, 0) as reader:
             for level, text in await reports(reader, log):
