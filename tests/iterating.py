@@ -7,8 +7,6 @@ from collections.abc import AsyncIterable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
-import pytest
-
 END = "end"
 WITHIN_S = 30
 
@@ -42,5 +40,3 @@ async def by_ensure_future(items: AsyncIterable[Any]) -> Any:
 Way = Callable[[AsyncIterable[Any]], Coroutine[Any, Any, Any]]
 
 WAYS: list[Way] = [by_for, by_anext_with_default, by_aclosing, by_wait_for, by_ensure_future]
-
-EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

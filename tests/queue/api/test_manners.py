@@ -88,7 +88,6 @@ class TestARankThatIsTaken:
                 await second.wait_until_ready(20)
         return str(caught.value)
 
-    @pytest.mark.slow_on_uvloop
     async def test_by_a_local_reader(self) -> None:
         async with wide_writer(2, 0, on_reader_death="evict") as writer:
             handle = writer.export_handle()

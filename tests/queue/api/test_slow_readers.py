@@ -215,7 +215,6 @@ class TestTheArgument:
                 MessageQueue.create_from_handle(writer.export_handle(), 0, slow_reader="evict")
 
 
-@pytest.mark.slow_on_uvloop
 class TestOverTheNetwork:
     async def test_skip(self) -> None:
         async with three_ends("skip", remote=2) as (writer, patient, other):
