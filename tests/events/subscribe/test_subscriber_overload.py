@@ -23,30 +23,22 @@ LARGE = EventBatch(0.0, [BlockRemoved([bytes(1000)], "GPU")])
 BACKLOG_BYTES = 100_000
 
 
-class NotReading:
-    """A subscriber; its consumer has stopped reading after one batch."""
+async def not_reading(ends: Ends, publisher: Any, **options: Any) -> tuple[EventSubscriber, Any]:
+    """Return a subscriber that is read no more, and a call that waits until it has received everything."""
+    bounds = {"max_waiting": 1, "max_backlog_bytes": BACKLOG_BYTES, "check_interval": None}
+    subscriber = ends.subscriber(publisher, start="live", **bounds, **options)
+    first: Any = await publish_until_delivery(publisher, subscriber)
 
-    def __init__(self, publisher: Any, subscriber: EventSubscriber, first: int) -> None:
-        self.subscriber = subscriber
-        [source] = subscriber._sources
-        self.backlog = source.port.backlog
-        self.port = source.port
-        self._publisher = publisher
-        self._first = first
+    async def received_all() -> None:
+        await publisher.flush()
+        count = publisher.stats().published - first.seq
+        await until(lambda: backlog_of(subscriber).received == count, "all batches have come")
 
-    @classmethod
-    async def open(cls, ends: Ends, publisher: Any, **options: Any) -> NotReading:
-        bounds = {"max_waiting": 1, "max_backlog_bytes": BACKLOG_BYTES, "check_interval": None}
-        subscriber = ends.subscriber(publisher, start="live", **bounds, **options)
-        first = await publish_until_delivery(publisher, subscriber)
-        assert isinstance(first, Received)
-        return cls(publisher, subscriber, first.seq)
+    return subscriber, received_all
 
-    async def received_all(self) -> None:
-        """Wait until everything that was published has come."""
-        await self._publisher.flush()
-        count = self._publisher.stats().published - self._first
-        await until(lambda: self.backlog.received == count, "all batches have come")
+
+def backlog_of(subscriber: EventSubscriber) -> Backlog:
+    return subscriber._sources[0].port.backlog
 
 
 @pytest.mark.parametrize("replay", [True, False], ids=["with replay", "without replay"])
@@ -54,13 +46,12 @@ async def test_consumer_that_does_not_read_makes_the_oldest_messages_dropped(
     ends: Ends, replay: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher = ends.publisher()
-    idle = await NotReading.open(ends, publisher, replay=replay)
+    subscriber, received_all = await not_reading(ends, publisher, replay=replay)
     with caplog.at_level(logging.WARNING, "aioshm.events"):
         for _ in range(1000):
             publisher.publish(LARGE)
-        await idle.received_all()
-    assert idle.backlog.size <= BACKLOG_BYTES
-    subscriber = idle.subscriber
+        await received_all()
+    assert backlog_of(subscriber).size <= BACKLOG_BYTES
     dropped = subscriber.stats().dropped
     assert dropped > 800
     [record] = caplog.records
@@ -81,20 +72,20 @@ async def test_consumer_that_does_not_read_makes_the_oldest_messages_dropped(
         assert subscriber.stats().replayed >= dropped
     else:
         assert sum(each.last + 1 - each.first for each in lost) == dropped == subscriber.stats().lost
-        for each in lost:
-            text = r"its backlog was full, and it dropped \d+ batches: it decodes too slowly"
-            assert re.fullmatch(f"no replay endpoint was given; {text}", each.reason)
+        text = r"no replay endpoint was given; its backlog was full, and it dropped \d+ batches: it decodes too slowly"
+        assert all(re.fullmatch(text, each.reason) for each in lost)
 
 
 async def test_consumer_that_does_not_read_does_not_keep_the_loop_busy(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = ends.publisher()
-    idle = await NotReading.open(ends, publisher)
+    subscriber, received_all = await not_reading(ends, publisher)
     for _ in range(1000):
         publisher.publish(LARGE)
-    await idle.received_all()
-    read_ahead = idle.port.read_ahead
+    await received_all()
+    port = subscriber._sources[0].port
+    read_ahead = port.read_ahead
     calls = 0
 
     def counted(tracker: SourceTracker) -> bool:
@@ -102,10 +93,10 @@ async def test_consumer_that_does_not_read_does_not_keep_the_loop_busy(
         calls += 1
         return read_ahead(tracker)
 
-    monkeypatch.setattr(idle.port, "read_ahead", counted)
+    monkeypatch.setattr(port, "read_ahead", counted)
     for _ in range(20):
         publisher.publish(batch(0))
-        await idle.received_all()
+        await received_all()
     assert 0 < calls <= 100
 
 
@@ -114,17 +105,16 @@ async def test_publisher_replaced_while_the_consumer_does_not_read_is_reported_i
     with kept_endpoint() as endpoint:
         async with EventSubscriber(endpoint, max_waiting=1, gone_after_s=None) as subscriber:
             subscriber.open()
-            [source] = subscriber._sources
             old = await RawPublisher(endpoint, bind=True).subscribed()
             for number in range(10):
                 old.send(number, number)
-            await until(lambda: source.port.backlog.received == 10, "the batches of the first")
+            await until(lambda: backlog_of(subscriber).received == 10, "the batches of the first")
             old.close()
             await until(lambda: subscriber.unconnected, "the end of the connection")
             new = await RawPublisher(endpoint, bind=True).subscribed()
             for number in range(10, 15):
                 new.send(number, number)
-            await until(lambda: source.port.backlog.received == 15, "the batches of the second")
+            await until(lambda: backlog_of(subscriber).received == 15, "the batches of the second")
             items = [await subscriber.receive(PATIENCE_S) for _ in range(17)]
             new.close()
     kinds = [type(item).__name__ for item in items]
