@@ -116,14 +116,8 @@ def test_line_of_a_loss_or_an_end_names_the_publisher(item: Any, kind: str, fiel
 def replayed(file: Path, tmp_path: Path, count: int) -> list[bytes]:
     """Replay a recording of so many batches, record that, and return the payloads."""
     live, replay, again = f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replayed", tmp_path / "again.rec"
-    player = subprocess.Popen(
-        [
-            sys.executable, "-m", "aioshm", "events",
-            "replay", str(file), "--endpoint", live, "--replay", replay,
-            "--speed", "0", "--wait", "0", "--hold", "60",
-        ],
-        cwd=ROOT,
-    )  # fmt: skip
+    sending = ["--endpoint", live, "--replay", replay, "--speed", "0", "--wait", "0", "--hold", "60"]
+    player = subprocess.Popen([sys.executable, "-m", "aioshm", "events", "replay", str(file), *sending], cwd=ROOT)
     try:
         options = ["--from-start", "--duration", "20", "--count", str(count)]
         result = invoke("record", live, "--replay", replay, *options, "-o", str(again))
