@@ -79,7 +79,7 @@ async def test_many_subscribers_at_the_same_time_are_fine_and_forgotten_when_the
                 prefixes = [b"kv@pod-7", b"kv@pod-%d@model" % number, bytes([number]) * 250]
                 fleet.append(stack.enter_context(peer(publisher.endpoint, prefixes)))
             await publish_until(publisher, lambda: all(each.poll(0) for each in fleet))  # noqa: B023
-            assert len(topics_of(publisher)) == 50
+            await until(lambda: len(topics_of(publisher)) == 50, "all subscriptions are read")
         await publish_until(publisher, lambda: not topics_of(publisher))
     assert publisher.stats().cut_off == 0
 

@@ -126,6 +126,17 @@ class TestThreaded:
                 publisher.publish(batch(2))
             assert publisher.stats().dropped == 0
 
+    def test_closing_ends_the_wait(self) -> None:
+        publisher = ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True)
+        with full(publisher, 1), ThreadPoolExecutor() as pool:
+            waiting = [pool.submit(publisher.publish, batch(1)) for _ in range(3)]
+            eventually(publisher._core._room_lock.locked)
+            publisher.shutdown()
+        for each in waiting:
+            with pytest.raises(PublisherClosed, match="is closed"):
+                each.result()
+        assert publisher.stats().sent == 1
+
     def test_its_own_thread_does_not_wait_for_itself(self) -> None:
         with ThreadedEventPublisher(0, ANY, max_queue_size=1, bind=True) as publisher:
 
