@@ -48,6 +48,7 @@ class Door:
         self.missing: list[tuple[int, bool]] = []
         self.wakes = 0
         self.go_once_proven = False
+        self.passes_segment = True
 
     def start(self) -> None:
         self.listener.start(asyncio.get_running_loop(), self)
@@ -63,8 +64,9 @@ class Door:
     def admit(self, greeting: Hello) -> tuple[Welcome, list[int]]:
         if greeting.rank not in RANKS:
             raise HandleError(f"no local reader has rank {greeting.rank}")
+        fds = [self.segment] if self.passes_segment else []
         bells = self.listener.doorbell is not None
-        return Welcome(pid=4711, secret=b"secret", segment=True, bells=bells), [self.segment]
+        return Welcome(pid=4711, secret=b"secret", segment=bool(fds), bells=bells), fds
 
     def awaits_end(self, hello: Hello) -> bool:
         return False

@@ -107,3 +107,13 @@ class TestStrangeWriters:
         with pytest.raises(HandleError, match=f"sent {amount} descriptors instead of 3"):
             await self.ask(address, send)
         os.close(fd)
+
+    async def test_that_die_without_having_listened(self, address: str) -> None:
+        door = Door(address)  # its loop never runs
+        sock = dial(address, hello())
+        attaching = asyncio.ensure_future(attach(address, hello(), sock))
+        await turns(5)
+        door.listener.detach_after_fork()
+        door.close()
+        with pytest.raises(PeerDied):
+            await asyncio.wait_for(attaching, 10)

@@ -139,8 +139,11 @@ class TestSignals:
             assert (reader.heard, door.wakes, door.log) == ([], 0, [("attached", 0)])
             reader.lifeline.close()
 
-    async def test_that_come_together_with_the_answer(self, address: str, bells: bool) -> None:
+    @pytest.mark.parametrize("segment", [True, False])
+    async def test_that_come_together_with_the_answer(self, address: str, bells: bool, segment: bool) -> None:
+        """With no descriptor in between, one read returns all of them."""
         async with opened(address) as door:
+            door.passes_segment = segment
             door.go_once_proven = True
             sock = dial(address, hello())
             assert sock is not None
