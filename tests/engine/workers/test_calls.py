@@ -168,6 +168,25 @@ class TestErrors:
             assert await slow == "slow"
             assert await group.call(1, "begin", 1) == ["slow", 1]
 
+    async def test_arguments_that_cannot_be_sent_once_there_is_room_fail_their_call_alone(self) -> None:
+        async with group_of(max_chunk_bytes=1 << 10, max_chunks=2) as group:
+            process = group._session.ranks[1].process
+            assert process is not None
+            os.kill(group.pids[1], signal.SIGSTOP)
+            calls: list[asyncio.Task[Any]] = []
+            while not process.outbox:
+                calls.append(asyncio.create_task(group.call(1, "double", "x" * 2000)))
+                await asyncio.sleep(0)
+            bad = asyncio.create_task(group.call(1, "add", lambda: None))
+            await asyncio.sleep(0)
+            step = asyncio.create_task(group.broadcast("add", 1, timeout=30))
+            await asyncio.sleep(0)
+            os.kill(group.pids[1], signal.SIGCONT)
+            with pytest.raises(CodecError, match="pickle"):
+                await bad
+            assert await step == [1, 2]
+            assert await asyncio.gather(*calls) == ["x" * 4000] * len(calls)
+
     @pytest.mark.parametrize(
         ("method", "arguments", "options", "error", "name"),
         [
