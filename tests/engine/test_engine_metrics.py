@@ -16,7 +16,7 @@ from aioshm import WorkerDied, WorkerError
 from aioshm.engine import EngineSupervisor, Restart, WorkerGroup
 from aioshm.observe import PrometheusCollector
 
-pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
 
 def scrape(*told: Any) -> Any:

@@ -141,7 +141,7 @@ class SilentEngine(Engine):
         return [Progress(output["request_id"], encode("x"), output.get("finish_reason")) for output in super()._step()]
 
 
-@pytest.mark.one_loop
+@pytest.mark.slow_on_uvloop
 async def test_stream_of_a_silent_engine_gets_comments_that_keep_it_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine_frontend.http.KEEP_ALIVE_S", 0.01)
     engine = SilentEngine()

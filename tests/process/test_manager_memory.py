@@ -14,7 +14,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-@pytest.mark.one_loop
+@pytest.mark.slow_on_uvloop
 async def test_processes_that_are_discarded_leave_nothing() -> None:
     async with ProcessManager(say, [Job("first", ("hello",))]) as manager:
         process = manager.start_more(Job("standby_0", ("here",)))

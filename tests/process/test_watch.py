@@ -126,7 +126,7 @@ async def test_exit_is_noticed_without_a_descriptor(monkeypatch: pytest.MonkeyPa
     os.close(process.sentinel)
 
 
-@pytest.mark.one_loop
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(
     ("code", "lines", "text"),
     [

@@ -234,7 +234,7 @@ async def test_late_report_of_a_replaced_engine_ends_no_engine(count: int, monke
             assert len(await collected(client.submit(ask("a", 2), engine=0))) == 2
 
 
-@pytest.mark.one_loop
+@pytest.mark.slow_on_uvloop
 async def test_processes_that_are_killed() -> None:
     async with served_by_processes(3, on_engine_death="continue", resubmit="unstarted") as serving:
         client = serving.client

@@ -122,7 +122,7 @@ async def bare_engine(
             yield serving.client, engine, context
 
 
-@pytest.mark.one_loop
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("phase", [STARTING, BUSY])
 async def test_silent_engine_is_stalled_until_it_moves(
     phase: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -152,7 +152,7 @@ async def test_engines_that_say_nothing_or_nonsense_are_not_judged(
         assert "is stalled" not in caplog.text
 
 
-@pytest.mark.one_loop
+@pytest.mark.slow_on_uvloop
 async def test_time_counts_only_while_the_clients_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     async with bare_engine(monkeypatch, 0.5) as (client, engine, _):
         engine.dealer.send(beat(turns=1))
@@ -175,7 +175,7 @@ async def test_limit_of_a_supervisor_holds_for_engines_that_were_there_before(
         assert 0.2 <= reports[0] < 10
 
 
-@pytest.mark.one_loop
+@pytest.mark.slow_on_uvloop
 async def test_stalled_engine_is_judged_until_its_end_and_its_successor_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

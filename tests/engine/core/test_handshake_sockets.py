@@ -99,7 +99,7 @@ class TestTwoFrontEnds:
         assert metadata.addresses == EngineZmqAddresses(["in"], ["out"], "c-in", "c-out", "stats")
         assert metadata.parallel_config == {"data_parallel_size": 9}
 
-    @pytest.mark.one_loop
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("silent", ["head", "own"])
     async def test_silent_front_end_is_named(
         self, silent: str, front: BareFrontEnd, path: str, beside: tuple[BareFrontEnd, str]
@@ -135,7 +135,7 @@ async def test_invalid_arguments_are_refused(
         await shake_hands(address, 5, initialize=ready_with(), **options)
 
 
-@pytest.mark.one_loop
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("secure", [True, False])
 async def test_front_end_that_hangs_up_in_the_handshake_is_named(secure: bool) -> None:
     """Like a proxy without a backend. With keys the front end may also refuse the keys."""
@@ -160,7 +160,7 @@ async def test_front_end_that_hangs_up_in_the_handshake_is_named(secure: bool) -
     assert str(caught.value).endswith(f"{address}: the connection ended during the handshake{end}")
 
 
-@pytest.mark.one_loop
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(("secure", "hint"), [(True, "secure=False is needed"), (False, "leave out secure=False")])
 async def test_front_end_that_encrypts_or_does_not_is_named(secure: bool, hint: str) -> None:
     keys = EngineKeys.generate()
@@ -185,7 +185,7 @@ async def serve(address: str, initialize: Callable[[Any], Any], **options: Any) 
     await asyncio.Event().wait()
 
 
-@pytest.mark.one_loop
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("secure", [False, True], ids=["plain", "encrypted"])
 async def test_engine_whose_connections_are_refused_or_go_silent_gets_ready(
     secure: bool, monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,7 @@ from aioshm.errors import EngineStartupError
 
 IDLE = [0, 0, 0.0]
 
-pytestmark = [pytest.mark.usefixtures("nothing_kept"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("nothing_kept"), pytest.mark.slow_on_uvloop]
 
 
 def places(coordinator: DPCoordinator) -> CoordinatorAddresses:

@@ -93,7 +93,7 @@ async def test_aborts_and_calls() -> None:
             await calling
 
 
-@pytest.mark.one_loop
+@pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize("ends", [True, False], ids=["and ends", "and lives on"])
 async def test_its_death(ends: bool) -> None:
     async with vllm_engine(None) as (client, engine):

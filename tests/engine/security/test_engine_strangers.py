@@ -33,7 +33,7 @@ from aioshm.engine.dp import CoordinatorAddresses
 from aioshm.errors import EngineDead, HandshakeError
 from aioshm.zeromq.monitor import ENDED, MISMATCH
 
-pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 LOOPBACK = "tcp://127.0.0.1:0"

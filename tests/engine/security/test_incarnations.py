@@ -30,7 +30,7 @@ from aioshm.engine.dp import CoordinatorAddresses
 from aioshm.engine.security.binding import AHEAD, ENGINES, Protection
 from aioshm.errors import EngineDead
 
-pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
 
 @contextmanager

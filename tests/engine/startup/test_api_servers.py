@@ -37,7 +37,7 @@ from aioshm.engine import (
 )
 from aioshm.errors import EngineDead, ProcessDied, QueueClosed, RoleError
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from aioshm.engine import (
 )
 from aioshm.events import EventPublisherFactory
 
-pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
 Callback = Callable[..., Any]
 

@@ -25,7 +25,7 @@ from aioshm.engine import (
 )
 from aioshm.process import placement as placing
 
-pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
 
 class PlacedEngine(placed.Placed, Engine):

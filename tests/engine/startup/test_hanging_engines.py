@@ -30,7 +30,7 @@ from aioshm.engine import (
 )
 from aioshm.errors import EngineDead, QueueClosed, RoleError
 
-pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
 WARNING_S = 0.6
 HANG_S = 2.0

@@ -22,7 +22,7 @@ from aioshm.engine import (
 )
 from aioshm.errors import QueueClosed, RequestAborted
 
-pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
 
 class Restless(Engine):

@@ -24,7 +24,7 @@ from aioshm.engine import CoreEngineProcManager
 from aioshm.process import child
 from aioshm.process.child import Child
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 SLOW_MAIN = """
 import os, sys, time

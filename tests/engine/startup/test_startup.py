@@ -22,7 +22,7 @@ from aioshm.engine import (
 )
 from aioshm.errors import EngineStartupError, RoleError
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 ANY = "tcp://127.0.0.1:0"
 

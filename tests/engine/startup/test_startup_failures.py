@@ -22,7 +22,7 @@ from aioshm.engine.startup import coordinator as startup_module
 from aioshm.errors import EngineStartupError, HandshakeError
 from aioshm.process.proc import process_state
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 READY = CoreEngineState.READY
 WITHIN_S = 2.0

@@ -29,7 +29,7 @@ from aioshm.engine import (
 )
 from aioshm.errors import EngineDead, EngineStartupError, QueueClosed, RoleError
 
-pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.one_loop]
+pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]
 
 
 async def test_killed_engine_comes_back_while_the_others_serve(caplog: pytest.LogCaptureFixture) -> None:

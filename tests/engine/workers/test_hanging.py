@@ -19,7 +19,7 @@ from test_calls import changes_of
 from aioshm import Options, QueueClosed, WorkerDied
 from aioshm.engine import Restart, WorkerGroup
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 WARNING_S = 0.6
 

@@ -21,7 +21,7 @@ from aioshm import WorkerDied
 from aioshm.engine import Restart, WorkerGroup
 from aioshm.engine.workers.worker import MAX_TEXT
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 MANY = Restart(max_restarts=1_000_000, backoff_s=0.001, backoff_max_s=0.01)
 

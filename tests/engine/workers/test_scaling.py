@@ -18,7 +18,7 @@ from aioshm import Options, QueueClosed, RoleError
 from aioshm.engine import Restart, WorkerGroup
 from aioshm.engine.workers.processes import Rank
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
 

@@ -14,7 +14,7 @@ from support import until
 from aioshm import Placement, WorkerDied
 from aioshm.engine import Restart, WorkerGroup
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
 

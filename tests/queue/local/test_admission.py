@@ -98,7 +98,7 @@ class TestAReaderThatCloses:
                 await writer.wait_until_ready(0.1)
 
 
-@pytest.mark.one_loop
+@pytest.mark.slow_on_uvloop
 class TestAReaderThatDies:
     async def test_before_the_writer_was_there_was_never_there(self) -> None:
         async with wide_writer(1, 0) as writer:

@@ -11,7 +11,7 @@ from pairs import attached
 from aioshm import merge
 from aioshm.wait import poller as poller_module
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 
 @pytest.fixture(params=[(2, True), (3, False)], ids=["more ends than CPUs", "as many"])

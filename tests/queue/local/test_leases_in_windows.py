@@ -15,7 +15,7 @@ from slots import body_of, slot_of
 from aioshm import CodecError, CorruptSlot
 from aioshm.queue.local.leases import VIEW_BYTES
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 LARGE = VIEW_BYTES + 8000
 CHUNK = 1 << 21

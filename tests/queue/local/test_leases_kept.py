@@ -17,7 +17,7 @@ from aioshm.errors import SharedMemoryError
 from aioshm.ring import window
 from aioshm.ring.window import Windows
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 LARGE = 600_000
 """More than `leases.VIEW_BYTES`."""

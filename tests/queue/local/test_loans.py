@@ -22,7 +22,7 @@ from support import cancelled_after, until
 from aioshm import MessageQueue, MessageTooLarge, PeerDied, QueueClosed, RoleError
 from aioshm.queue.local.loans import IN_PLACE_BYTES
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 CHUNK = 1 << 20
 LIKE = pytest.mark.parametrize("like", ["numpy", "torch"])

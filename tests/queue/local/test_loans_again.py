@@ -14,7 +14,7 @@ from support import until
 from aioshm import CodecError, MessageQueue, PeerDied, QueueClosed
 from aioshm.ring.layout import CHUNK_HEADER_BYTES, chunk_at
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 CHUNK = 1 << 20
 IN_CHUNK = 600_000

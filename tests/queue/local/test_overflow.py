@@ -16,7 +16,7 @@ from pairs import attached
 from aioshm import OutOfDescriptors, QueueClosed, SharedMemoryError
 from aioshm.queue.local import overflow, overflow_sockets
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 BIG = 50_000
 

@@ -19,7 +19,7 @@ from aioshm import CorruptSlot, MessageQueue, Options, PeerDied, SharedMemoryErr
 from aioshm.queue.local import overflow_sockets
 from aioshm.queue.remote import wire
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 BIG = 50_000
 

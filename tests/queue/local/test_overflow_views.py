@@ -17,7 +17,7 @@ from support import forked
 from aioshm.queue.local import overflow
 
 pytestmark = [
-    pytest.mark.one_loop,
+    pytest.mark.slow_on_uvloop,
     pytest.mark.skipif(not overflow.CAN_VIEW, reason="arrays are copied out of segments here"),
 ]
 

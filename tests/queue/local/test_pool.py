@@ -19,7 +19,7 @@ from remotes import ready_ends
 from aioshm import MessageQueue, Options, QueueFull, SharedMemoryError
 from aioshm.testing import pair
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 LARGE = b"L" * 3000
 FULL: dict[str, Any] = {"codec": "raw", "chunk": 4096, "chunks": 2, "slots": 64}

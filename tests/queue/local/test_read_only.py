@@ -14,7 +14,7 @@ from pairs import attached
 
 from aioshm import MessageQueue, Options
 
-pytestmark = pytest.mark.one_loop
+pytestmark = pytest.mark.slow_on_uvloop
 
 BACKINGS = pytest.mark.parametrize("backing", ["memfd", "named"])
 BIG = bytes(range(256)) * 200

@@ -58,7 +58,7 @@ class TestTurns:
             assert [rank for rank, _ in items] == [1, 0] * 39 + [1]
             assert [obj for rank, obj in items if rank] == [bytes([number]) * BIG for number in range(40)]
 
-    @pytest.mark.one_loop
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize("wait", ["adaptive", "spin", "park"])
     async def test_each_queue_keeps_its_order(self, wait: str) -> None:
         async with queues(3, 2, wait=wait) as (writers, readers):

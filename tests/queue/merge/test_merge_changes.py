@@ -113,7 +113,7 @@ class TestRemoving:
 
 
 class TestErrors:
-    @pytest.mark.one_loop
+    @pytest.mark.slow_on_uvloop
     async def test_failed_queue_that_is_replaced_is_forgotten(self) -> None:
         async with queues(2) as (writers, readers), child("write", "0", "10") as writer:
             async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:

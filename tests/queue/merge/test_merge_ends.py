@@ -56,7 +56,7 @@ class TestAttaching:
             assert await anext(merged) == (2, "here")
             assert asyncio.all_tasks() == tasks
 
-    @pytest.mark.one_loop
+    @pytest.mark.slow_on_uvloop
     async def test_one_that_is_closed_while_it_attaches(self) -> None:
         async with queues(2, 1, ready=False) as (_, readers):
             merged = merge(readers, errors="yield")
@@ -67,7 +67,7 @@ class TestAttaching:
             with pytest.raises(StopAsyncIteration):
                 await asyncio.wait_for(waiting, 5)
 
-    @pytest.mark.one_loop
+    @pytest.mark.slow_on_uvloop
     async def test_one_that_cannot_attach_is_reported(self) -> None:
         async with queues(1) as (writers, readers), child("write", "0", "0") as writer:
             handle = await writer.says("{")
@@ -103,7 +103,7 @@ def _refuse(_loop: object) -> None:
 
 
 class TestEnds:
-    @pytest.mark.one_loop
+    @pytest.mark.slow_on_uvloop
     async def test_a_killed_writer_is_reported_and_the_rest_goes_on(self) -> None:
         async with queues(1, 1) as (writers, readers), child("write", "5", "300000") as writer:
             async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
@@ -197,7 +197,7 @@ class TestDamage:
             assert [obj for _, obj in items if isinstance(obj, int)] == [0, 0, 1, 2, 2]
             assert merged.failed == {}
 
-    @pytest.mark.one_loop
+    @pytest.mark.slow_on_uvloop
     @pytest.mark.parametrize(("n_remote", "errors"), [(0, "raise"), (1, "yield")])
     @pytest.mark.parametrize("size", [0, BIG])
     async def test_what_cannot_be_decoded_is_reported(self, n_remote: int, size: int, errors: Any) -> None:

@@ -18,7 +18,7 @@ from aioshm.queue.merge import merge
 
 
 class TestGivingUp:
-    @pytest.mark.one_loop
+    @pytest.mark.slow_on_uvloop
     async def test_random_cancellations_lose_nothing(self) -> None:
         rng = random.Random(1)
         async with queues(2, 1) as (writers, readers):

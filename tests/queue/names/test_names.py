@@ -279,7 +279,7 @@ async def test_a_reader_that_is_not_to_reconnect() -> None:
         assert [message async for message in reader] == [1]
 
 
-@pytest.mark.one_loop
+@pytest.mark.slow_on_uvloop
 async def test_reader_of_a_writer_killed_under_traffic_goes_on_with_its_successor() -> None:
     async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
         former = expected = 0
