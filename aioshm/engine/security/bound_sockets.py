@@ -15,7 +15,6 @@ import zmq
 from aioshm.arguments import check_int
 from aioshm.config import Options
 from aioshm.engine.security.binding import ENGINES, Protection
-from aioshm.lifeline.sockets import new_address
 from aioshm.logs import LogLimiter
 from aioshm.zeromq.endpoint import BoundFile, attach, limit_frames, open_socket
 from aioshm.zeromq.hosts import bracketed
@@ -243,6 +242,8 @@ def get_engine_client_zmq_addr(local_only: bool, host: str, port: int = 0) -> st
         TypeError, ValueError: ``host`` or ``port`` is invalid.
     """
     if local_only:
+        from aioshm.lifeline.sockets import new_address  # here, because engines import this module, and need no ring
+
         options = msgspec.structs.replace(Options.from_env(), lifeline="directory")
         return f"ipc://{new_address(options, secrets.token_bytes(8), 'engine')}"
     check_int("port", port, minimum=0, maximum=_LAST_PORT)
