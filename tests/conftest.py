@@ -34,7 +34,7 @@ SLOW_COLLECTION_S = 0.01
 MAX_WORKERS = 6
 SAYS_NO_BYTECODE = sys.dont_write_bytecode
 HAVE_TORCH = importlib.util.find_spec("torch") is not None
-NEEDS_TORCH = re.compile(r"^(import torch|from tensor_helpers import)", re.MULTILINE)
+NEEDS_TORCH = re.compile(r"^(import torch|from (tensor_helpers|test_stateless_group) import)", re.MULTILINE)
 
 # A deadline for each example would measure what else the machine does. What stands already, in CI, is kept.
 settings.register_profile("unhurried", settings(), deadline=None)
