@@ -54,7 +54,7 @@ class FrontEnds(Closing):
         ranks = list(ranks)
         self._membership = Membership(1, dict.fromkeys(ranks, 0))
         self._valid: dict[int, int] = {}  # also of removed engines
-        self._alive: set[int] = set(ranks)  # engines that are ready, as far as known here
+        self._alive: set[int] = set()  # the supervisor's engines that are ready; nobody reports deaths of others
         self._names: dict[int, bytes] = {}  # ZeroMQ identities, by connection number
         self._progress: dict[int, Progress] = {}  # by connection number
         self._changed = asyncio.Event()
@@ -167,7 +167,7 @@ class FrontEnds(Closing):
             self._publish()
 
     def returned(self, rank: int) -> None:
-        """Note that an engine is ready, and stop publishing its death."""
+        """Note that an engine of the supervisor is ready, and stop publishing its death."""
         if rank not in self._membership.engines:  # another host has its front ends
             return
         self._alive.add(rank)
@@ -210,7 +210,7 @@ class FrontEnds(Closing):
         try:
             async with asyncio.timeout(timeout):
                 await self._obeyed()
-                while self.paused and self._unpaused():
+                while self.paused and (not self._progress or self._unpaused()):
                     await self._change()
                     await self._obeyed()
         except TimeoutError:
@@ -276,8 +276,6 @@ class FrontEnds(Closing):
             self._limiter.warn(logger, "ignored a message from %s, no front end: %s", sender_of(sender), error)
             return
         known = self._progress.get(connection)
-        if known is not None and known.version:
-            self._alive -= set(progress.missing).difference(known.missing)  # on other hosts, nobody else reports deaths
         self._names[connection] = name
         self._progress[connection] = progress
         if progress.order > self._membership.order:

@@ -101,6 +101,7 @@ class EngineRestarts:
             rank = engine_index(process.name)
             assert rank is not None
             self.lives[rank] = EngineLife(rank, rules, self._unit(), process.pid)
+            self.ready(rank)
         launch.watch_progress(rules.restart, lockstep=rules.lockstep, on_change=self._health_changed)
         if isinstance(self._members, EngineClient):
             self._members.supervise_heartbeats(rules.restart.hang_s, self._late)
@@ -161,7 +162,9 @@ class EngineRestarts:
     def ready(self, rank: int) -> None:
         """Note that an engine has said READY."""
         life = self.lives.get(rank)
-        if life is not None and not life.ready.done():
+        if life is None:  # an engine of another host
+            return
+        if not life.ready.done():
             life.ready.set_result(None)
         if isinstance(self._members, FrontEnds):
             self._members.returned(rank)

@@ -151,6 +151,8 @@ async def test_engine_of_another_host_is_admitted_after_its_predecessors(tmp_pat
         assert len(await collected(client.submit(ask("a"), engine=1))) == 3
         there.processes[0].kill()
         await waiting  # READY, and gone
+        await supervisor.pause(timeout=20)  # waits for no engine that may be dead
+        await supervisor.resume()
         with pytest.raises(ZeroDivisionError):
             await shaking(lambda _: {"died": 1 // 0})
         there.start_engine(1)
