@@ -51,7 +51,7 @@ from aioshm.process.watch import ProcessExit
 from aioshm.zeromq.endpoint import BoundFile
 from aioshm.zeromq.hosts import connectable
 from aioshm.zeromq.pump import Pump
-from aioshm.zeromq.sockets import Socket
+from aioshm.zeromq.sockets import Socket, send_message
 
 NAME = "DPCoordinator"
 START_TIMEOUT_S = 60.0
@@ -212,7 +212,7 @@ class Coordination(Closing):
 
     def _start(self, start: StartWave | None) -> None:
         if start is not None:
-            self._engines.send_multipart(encode_start(start), zmq.NOBLOCK)
+            send_message(self._engines, encode_start(start))
             self._publish_now(self._waves.state())
 
     def _publish_now(self, published: Published) -> None:

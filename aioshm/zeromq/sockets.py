@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import util
 from typing import TypeAlias
 
@@ -24,6 +24,9 @@ from aioshm.process.limits import (
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 Context: TypeAlias = "zmq.Context[Socket]"
+
+NOBLOCK = int(zmq.NOBLOCK)  # plain ints: the operators of an enumeration are slow
+MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 BURST = 64
 """Messages that are read before other callbacks of the loop run."""
@@ -155,11 +158,18 @@ def can_share_memory() -> bool:
     return True
 
 
+def send_message(socket: Socket, frames: Sequence[bytes | memoryview]) -> None:
+    """Send all frames of a message without waiting; ``send_multipart`` takes twice as long for its flags."""
+    for frame in frames[:-1]:
+        socket.send(frame, MORE)
+    socket.send(frames[-1], NOBLOCK)
+
+
 def send_frames(socket: Socket, head: bytes, body: bytes | memoryview | None) -> None:
     """Send a message without waiting; the body's memory must not change any more."""
     if body is None:
-        socket.send(head, zmq.NOBLOCK)
+        socket.send(head, NOBLOCK)
         return
     copy = not can_share_memory()
-    socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)
-    socket.send(body, zmq.NOBLOCK, copy=copy)
+    socket.send(head, MORE)
+    socket.send(body, NOBLOCK, copy=copy)

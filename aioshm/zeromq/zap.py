@@ -11,7 +11,7 @@ import zmq
 
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import naming_limits, start_thread
-from aioshm.zeromq.sockets import Socket
+from aioshm.zeromq.sockets import Socket, send_message
 
 UNKNOWN_S = 2.0
 """How long to wait for a key to become known. Afterwards the peer tries again when its handshake times out."""
@@ -103,5 +103,5 @@ class ZapAuthenticator:
                 return False
             status = self._refused
         answer = [_VERSION, request.number, status, b"", (user or "").encode(), b""]
-        self._socket.send_multipart([request.peer, b"", *answer], zmq.NOBLOCK)
+        send_message(self._socket, [request.peer, b"", *answer])
         return True

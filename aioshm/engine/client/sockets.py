@@ -37,7 +37,7 @@ from aioshm.process.background import give_back
 from aioshm.zeromq.endpoint import CurveKeys, attach, limit_frames, open_socket
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump, whole
-from aioshm.zeromq.sockets import Socket, Sockets
+from aioshm.zeromq.sockets import Socket, Sockets, send_message
 
 if TYPE_CHECKING:
     from aioshm.config import Options
@@ -118,7 +118,7 @@ class ClientSockets:
 
     def send(self, identity: bytes, kind: bytes, frames: list[Frame]) -> None:
         """Send a message to an engine; raises `zmq.ZMQError` if the engine is not connected."""
-        self._router.send_multipart([identity, kind, *frames], zmq.NOBLOCK)
+        send_message(self._router, [identity, kind, *frames])
 
     def subscribe(self, address: str, curve: CurveKeys | None) -> None:
         sockets = self._bound.sockets

@@ -196,6 +196,9 @@ class EngineCore:
         self._progress.enter(IDLE)
         if not self._messages:
             self._arrived.clear()
+            if seconds is None:
+                await self._arrived.wait()
+                return
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._arrived.wait()

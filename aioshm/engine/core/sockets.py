@@ -30,7 +30,7 @@ from aioshm.process.background import give_back
 from aioshm.zeromq.endpoint import CurveKeys, attach, limit_frames, open_socket
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump
-from aioshm.zeromq.sockets import Socket, Sockets
+from aioshm.zeromq.sockets import Socket, Sockets, send_message
 
 if TYPE_CHECKING:
     from aioshm.engine.core.core import EngineCore
@@ -112,7 +112,7 @@ class FrontEnd:
             return
         if not self.pending:
             with suppress(zmq.Again):
-                self.output.send_multipart(frames, zmq.NOBLOCK)
+                send_message(self.output, frames)
                 return
         copies = [bytes(frame) for frame in frames]  # the engine may change its arrays in the next step
         size = 0
@@ -138,7 +138,7 @@ class FrontEnd:
         while self.pending and int(self.output.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
             size, frames = self.pending.popleft()
             self._pending_bytes -= size
-            self.output.send_multipart(frames, zmq.NOBLOCK)
+            send_message(self.output, frames)
         if not self.pending:
             self._waiting.pause()
 
@@ -267,7 +267,7 @@ class CoreSockets:
         if self.closed:  # a thread sends what waits; clients know of the end
             return
         if client == COORDINATOR:
-            self._reports.send_multipart(frames, zmq.NOBLOCK)
+            send_message(self._reports, frames)
         else:
             self.front_ends[client].send(frames, counts)
 

@@ -19,7 +19,7 @@ from aioshm.logs import LogLimiter
 from aioshm.zeromq.endpoint import BoundFile, attach, limit_frames, open_socket
 from aioshm.zeromq.hosts import bracketed
 from aioshm.zeromq.monitor import Monitor
-from aioshm.zeromq.pump import Pump
+from aioshm.zeromq.pump import Pump, receive_frames
 from aioshm.zeromq.sockets import Socket, Sockets
 from aioshm.zeromq.zap import ZapAuthenticator, require_zap
 
@@ -179,21 +179,19 @@ class BoundSockets:
 
 def with_sender(socket: Socket) -> tuple[zmq.Frame, list[bytes]]:
     """Read a message, and its first frame as a `zmq.Frame`, for `property_of` and `sender_of`."""
-    frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    frames = receive_frames(socket)
     return frames[0], [frame.bytes for frame in frames]
 
 
 def with_views(socket: Socket) -> list[Any]:
     """Read a message: the first frame as bytes, further frames as views of ZeroMQ's memory."""
-    frames: list[Any] = [socket.recv(zmq.NOBLOCK)]
-    if socket.getsockopt(zmq.RCVMORE):
-        frames += [frame.buffer for frame in socket.recv_multipart(zmq.NOBLOCK, copy=False)]
-    return frames
+    frames = receive_frames(socket)
+    return [frames[0].bytes, *[frame.buffer for frame in frames[1:]]]
 
 
 def with_property(socket: Socket, name: str) -> tuple[str, list[Any]]:
     """Read a message as views, and a property of the sender, such as ``"User-Id"``."""
-    frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    frames = receive_frames(socket)
     return property_of(frames[0], name), [frame.buffer for frame in frames]
 
 

@@ -34,6 +34,7 @@ from aioshm.process.background import completed, notify, notify_soon
 from aioshm.process.watch import ProcessWatch, WatchedManager, WatchedProcess
 from aioshm.zeromq.hosts import connectable
 from aioshm.zeromq.pump import Pump
+from aioshm.zeromq.sockets import send_message
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -108,7 +109,7 @@ class HandshakeRouter:
     def answer(self, frames: list[bytes]) -> None:
         """Answer an engine; the first frame is its identity. `zmq.ZMQError`: the engine is not connected."""
         name = self.protection.name(int.from_bytes(frames[0], "little"), self.address)
-        self._router.send_multipart([name, *frames[1:]], zmq.NOBLOCK)
+        send_message(self._router, [name, *frames[1:]])
 
     def close(self) -> None:
         """Stop reading, and close the socket. Idempotent."""

@@ -32,6 +32,7 @@ from aioshm.logs import LogLimiter
 from aioshm.process.restart import Health
 from aioshm.zeromq.endpoint import SILENCE_S
 from aioshm.zeromq.hosts import connectable
+from aioshm.zeromq.sockets import send_message
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -189,7 +190,7 @@ class FrontEnds(Closing):
 
     def _send(self, connection: int) -> None:
         try:
-            self._router.send_multipart([self._names[connection], encode(self._membership)], zmq.NOBLOCK)
+            send_message(self._router, [self._names[connection], encode(self._membership)])
         except zmq.ZMQError as error:  # disconnected, as the monitor will report
             logger.debug("cannot send the membership to a front end: %s", error)
         self._pump.run_soon()  # sending may clear the event of a received message

@@ -25,7 +25,7 @@ from aioshm.zeromq.endpoint import CurveKeys, attach, disconnect, limit_frames, 
 from aioshm.zeromq.hosts import bracketed, connectable, own_address
 from aioshm.zeromq.monitor import Monitor
 from aioshm.zeromq.pump import Pump, drain, receive_frames, whole
-from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets, send_frames
+from aioshm.zeromq.sockets import CONTROL_HWM, Socket, Sockets, send_frames, send_message
 from aioshm.zeromq.zap import ZapAuthenticator, require_zap
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class WriterSockets:
             return False
         self._messages.run_soon()  # sending may swallow the event of a received message
         try:
-            self._router.send_multipart([identity, message.pack()], zmq.NOBLOCK)
+            send_message(self._router, [identity, message.pack()])
         except zmq.Again:
             return True  # the connection is full: the reader does not read
         except zmq.ZMQError:
