@@ -69,7 +69,9 @@ def _decoded(main: bytes | memoryview, buffers: Sequence[Any], in_place: bool) -
         return _loads(main)
     if is_array(main):
         return unpack_message(main, buffers, in_place=in_place)
-    if not in_place:
+    if in_place:
+        buffers = [view.toreadonly() for view in buffers]
+    else:
         buffers = [own_copy(view) for view in buffers]
     left = iter(buffers)
     obj = _loads(main, buffers=left)

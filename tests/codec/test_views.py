@@ -32,7 +32,7 @@ def lent(codec: Codec, obj: Any) -> tuple[Any, bytearray]:
     main, buffers = encode(codec, obj)
     slot = bytearray(body_bytes(len(main), [len(buffer) for buffer in buffers]))
     write_body(memoryview(slot), [main], buffers)
-    main_view, views = split_body(memoryview(slot).toreadonly(), len(buffers), len(main))
+    main_view, views = split_body(memoryview(slot), len(buffers), len(main))
     return codec.view(main_view, views), slot
 
 

@@ -76,11 +76,11 @@ class CopyingSlots:
         (kind, _, how, n_buffers, _, _, size), body = copied
         self._ring.copied += len(body)
         self._ring.note_trace()
+        body = body.toreadonly()
         value: Any = body
         if not decoded:
             if not (n_buffers or how):
                 value = body[:size]
-            value = value.toreadonly()
         elif kind != RAW:
             try:
                 value = self._view(*split(body, how, n_buffers, size))
