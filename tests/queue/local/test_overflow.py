@@ -162,7 +162,9 @@ async def test_error_without_a_segment_says_what_to_do_and_the_queue_continues(
             with pytest.raises(error):
                 async with writer.loan(4 * BIG, "uint8"):
                     pytest.fail("there is no memory")
-            await writer.enqueue("small")
+            with pytest.raises(error):
+                await writer.enqueue_many(["small", b"x" * BIG, "unsent"])
+            assert writer.stats().messages == 1
             assert await reader.dequeue(5) == "small"
         await writer.enqueue(b"y" * BIG)
         assert await reader.dequeue(5) == b"y" * BIG
