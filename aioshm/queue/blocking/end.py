@@ -38,6 +38,9 @@ T = TypeVar("T")
 TURN_S = 0.0001
 """How long a call waits at its end for a thread that waits for its turn to acquire the lock."""
 
+CLOSING_POLL_S = 0.05
+"""How often the loop checks whether the call or block that uses a closing end is over."""
+
 
 class BlockingEnd:
     """An asynchronous end, its undelivered messages, and a lock that admits one thread at a time."""
@@ -435,15 +438,17 @@ class BlockingEnd:
                 mine.wake()
 
     def _close_later(self) -> None:
-        """Have `release` close the end, or the loop: a call on the fast path does not release the lock."""
+        """Have `release` close the end, or the loop: the fast path has no `release`, and handlers may interrupt it."""
         self._closes_later = True
         shared_loop().start(self._close_on_loop)
 
     async def _close_on_loop(self) -> None:
         mine = self.lock
         me = get_ident()
-        if mine.owner == me or not mine.acquire(me, 0.0):
-            return  # closes already, or `release` follows
+        while mine.owner == me or not mine.acquire(me, 0.0):
+            await asyncio.sleep(CLOSING_POLL_S)
+            if self.closed:
+                return
         try:
             if self.state.loop is None:
                 self.state.discard()

@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,3 +184,23 @@ def test_call_on_the_loop_that_handlers_interrupt_sends_nothing_later(error: typ
         assert reader.dequeue_many(9, 20) == [*range(4)]
         writer.enqueue("after", 20)
         assert reader.dequeue(20) == "after"
+
+
+def test_end_that_a_handler_closes_is_closed_wherever_the_next_handler_raises() -> None:
+    place = 0
+    came = True
+    while came:
+        place += 1
+        with pair() as (_, reader), interrupter() as interrupt:
+
+            def close_and_arm() -> None:
+                reader.close()
+                interrupt.arm(place)
+
+            with suppress(_Interrupted):
+                reader.held.alone(close_and_arm, None)
+            interrupt.raising = False
+            interrupt.disarm()
+            came = interrupt.came
+            eventually(lambda: reader.held.closed, f"the end that was interrupted at place {place}")
+    assert place > 10
