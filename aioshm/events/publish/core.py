@@ -95,9 +95,13 @@ class PublisherCore:
         if now - self._listened_at > _LISTEN_S:
             self._listened_at = now
             self.sockets.read_subscriptions()
-        if not self._send_until(now + _SLICE_S):
-            self._drain_soon()
-        self._progress.set()
+        done = False
+        try:
+            done = self._send_until(now + _SLICE_S)
+        finally:  # a signal handler may raise; without a next call, later batches would never be sent
+            if not done:
+                self._drain_soon()
+            self._progress.set()
 
     def _drain_soon(self) -> None:
         if self._next is None:

@@ -228,6 +228,23 @@ def fill(publisher: Any) -> None:
     publisher._core.outbox.put(batch(0))
 
 
+async def test_handler_that_raises_while_batches_are_sent_stops_no_later_batch(
+    self, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> bytes:
+        monkeypatch.undo()
+        raise RuntimeError("of a signal handler")
+
+    publisher = ends.publisher()
+    failures: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["exception"]))
+    monkeypatch.setattr(publisher._core, "_encode", interrupted)
+    for number in range(3):
+        publisher.publish(batch(number))
+    await until(lambda: publisher.stats().sent == 2, "the batches after the interrupted one")
+    assert list(map(str, failures)) == ["of a signal handler"]
+
+
 class TestWaitForRoom:
     async def test_backpressure(self, ends: Ends) -> None:
         publisher = ends.publisher(max_queue_size=10)
