@@ -69,11 +69,8 @@ def _decoded(main: bytes | memoryview, buffers: Sequence[Any], in_place: bool) -
         return _loads(main)
     if is_array(main):
         return unpack_message(main, buffers, in_place=in_place)
-    if in_place:
-        buffers = [view.toreadonly() for view in buffers]
-    else:
-        buffers = [own_copy(view) for view in buffers]
-    left = iter(buffers)
+    memory_of: Callable[[memoryview], Any] = memoryview.toreadonly if in_place else own_copy
+    left = map(memory_of, buffers)
     obj = _loads(main, buffers=left)
     if next(left, _NONE_LEFT) is not _NONE_LEFT:
         raise pickle.UnpicklingError("it has more buffers than it uses")

@@ -229,7 +229,7 @@ def fill(publisher: Any) -> None:
 
 
 async def test_handler_that_raises_while_batches_are_sent_stops_no_later_batch(
-    self, ends: Ends, monkeypatch: pytest.MonkeyPatch
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> bytes:
         monkeypatch.undo()

@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,14 +193,17 @@ def test_end_that_a_handler_closes_is_closed_wherever_the_next_handler_raises() 
         place += 1
         with pair() as (_, reader), interrupter() as interrupt:
 
-            def close_and_arm() -> None:
+            def close_and_arm(place: int = place) -> None:
                 reader.close()
                 interrupt.arm(place)
 
-            with suppress(_Interrupted):
+            try:
                 reader.held.alone(close_and_arm, None)
+                interrupt.disarm()
+            except _Interrupted:
+                pass
             interrupt.raising = False
             interrupt.disarm()
             came = interrupt.came
-            eventually(lambda: reader.held.closed, f"the end that was interrupted at place {place}")
+            eventually(lambda held=reader.held: held.closed, f"the end that was interrupted at place {place}")
     assert place > 10
