@@ -122,10 +122,15 @@ def _run(args: Sequence[str]) -> int:
 def _fail(failure: CommandFailed) -> int:
     text = f"aioshm: {failure}"
     if "COLUMNS" in os.environ or (sys.stderr is not None and sys.stderr.isatty()):
-        width = shutil.get_terminal_size().columns
-        text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        text = fold(text)
     print(text, file=sys.stderr)
     return failure.exit_code
+
+
+def fold(text: str) -> str:
+    """Fold a text into lines that fit the terminal, or 80 columns, with a hanging indent."""
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _print_version(wanted: bool) -> None:

@@ -9,14 +9,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, cast
 
 import msgspec
 import typer
 
-from aioshm.cli.app import run_interruptibly
+from aioshm.cli.app import fold, run_interruptibly
 from aioshm.events import (
     Delivery,
     EventSubscriber,
@@ -79,11 +78,8 @@ def tail(
 
     async def run() -> None:
         shown = 0
-        async with AsyncExitStack() as stack:
-            subscriber = await stack.enter_async_context(_subscriber(endpoints, replay, topic, from_start))
-            loop = asyncio.get_running_loop()
-            stack.callback(loop.call_later(_PATIENCE_S, _report_silence, subscriber, as_json).cancel)
-            async for item in _deliveries(subscriber, duration):
+        async with _subscriber(endpoints, replay, topic, from_start) as subscriber:
+            async for item in _tailed(subscriber, duration, as_json):
                 if rank and item.source.rank not in rank:
                     continue
                 for line in lines_of(item, set(kind or ()), as_json):
@@ -216,10 +212,11 @@ def stats(
                 reports = {name: meter.report(seconds) for name, meter in meters.items()}
                 if as_json:
                     totals = msgspec.to_builtins(subscriber.stats())
-                    _print(json.dumps({"at": time.time(), "publishers": reports, "subscriber": totals}))
+                    _print(json.dumps({"at": time.time(), "publishers": _plain(reports), "subscriber": totals}))
                     continue
                 for name, report in reports.items():
-                    _print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in report.items()))
+                    text = f"{name}: " + ", ".join(f"{key} {value}" for key, value in report.items())
+                    _print(fold(_printable(text)))
                 if not reports:
                     _print("no publisher yet")
 
@@ -253,13 +250,19 @@ async def _deliveries(subscriber: EventSubscriber, duration: float) -> AsyncIter
             continue
 
 
-def _report_silence(subscriber: EventSubscriber, as_json: bool) -> None:
-    """Report endpoints without a publisher."""
+async def _tailed(subscriber: EventSubscriber, duration: float, as_json: bool) -> AsyncIterator[Delivery]:
+    """Yield deliveries; after `_PATIENCE_S` report endpoints without a publisher."""
+    async for item in _deliveries(subscriber, min(duration, _PATIENCE_S)):
+        yield item
+    if duration <= _PATIENCE_S:
+        return
     for endpoint in subscriber.unconnected:
         if as_json:
             _print(json.dumps({"endpoint": endpoint, "type": "nobody", "reason": _NO_PUBLISHER}))
         else:
             print(f"{endpoint}: {_NO_PUBLISHER}", file=sys.stderr, flush=True)
+    async for item in _deliveries(subscriber, duration - _PATIENCE_S):
+        yield item
 
 
 def _print(line: str) -> None:
@@ -270,6 +273,13 @@ def _print_result(found: dict[str, Any], text: str, as_json: bool) -> None:
     _print(json.dumps(found) if as_json else text)
 
 
+def _printable(text: str) -> str:
+    """Return a text in one line that cannot control a terminal: topics and events may come from strangers."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def _print_notices(item: Delivery) -> None:
     for line in lines_of(item, set(), as_json=False):
         print(line, file=sys.stderr, flush=True)
@@ -278,7 +288,7 @@ def _print_notices(item: Delivery) -> None:
 def lines_of(item: Delivery, kinds: set[str], as_json: bool) -> list[str]:
     """Return a line for each event of a delivery, or one line; ``kinds``, unless empty, selects event types."""
     if isinstance(item, Received):
-        head = {"seq": item.seq, "ts": item.batch.ts, "replayed": item.replayed}
+        head = {"seq": item.seq, "ts": _plain(item.batch.ts), "replayed": item.replayed}
         found = [(kind_of(event), _fields(event)) for event in item.batch.events]
         found = [(kind, fields) for kind, fields in found if not kinds or kind in kinds]
         where = f"{item.source} #{item.seq}"
@@ -293,7 +303,7 @@ def lines_of(item: Delivery, kinds: set[str], as_json: bool) -> list[str]:
             lines.append(json.dumps(source | head | {"type": kind} | fields))
         else:
             shown = " ".join(f"{name}={value}" for name, value in fields.items())
-            lines.append(f"{where} {kind} {shown}".rstrip())
+            lines.append(_printable(f"{where} {kind} {shown}".rstrip()))
     return lines
 
 
@@ -322,6 +332,9 @@ def _fields(event: KVEvent) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as JSON has it; numbers that are not finite, which JSON lacks, are None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, (list, tuple)):

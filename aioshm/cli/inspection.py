@@ -211,7 +211,7 @@ def who(
         found = [each for each in processes if not each.makes_progress]
     described = [(each, started.report(each)) for each in found]
     process: ProcessReport | None = None
-    if unknown is not None and queue is not None and queue.isdigit() and is_own_process(int(queue)):
+    if unknown is not None and queue is not None and queue.isdecimal() and is_own_process(int(queue)):
         # An engine, say, whose messages go over sockets.
         process = next((report for _, report in described), None) or spied_report(int(queue))
     elif unknown is not None and not found:

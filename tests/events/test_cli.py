@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import signal
 import socket
 import subprocess
@@ -27,8 +28,10 @@ from aioshm.events import (
     BlockRemoved,
     BlockStored,
     EventBatch,
+    KVEventBatch,
     Lost,
     PublisherGone,
+    Received,
     Restarted,
     Source,
     ThreadedEventPublisher,
@@ -95,7 +98,27 @@ def test_tail_without_publisher_reports_that(
         assert result.stderr == ""
 
 
+def test_tail_ends_quietly_when_nobody_reads_its_output() -> None:
+    command = [sys.executable, "-m", "aioshm", "events", "tail", "tcp://127.0.0.1:1", "--json", "--duration", "20"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 1
+
+
 SOURCE = Source("tcp://h:1", b"pod", 2)
+
+
+def test_line_of_a_strangers_batch_is_valid_json_and_cannot_control_a_terminal() -> None:
+    strange = UnknownEvent("A\nB", {"x": [math.inf, 1.5]}, "\x1b[2J")
+    item = Received(Source("tcp://h:1", b"t\x1b[2J", 0), 3, KVEventBatch(math.nan, [strange]), b"", False)
+    (line,) = lines_of(item, set(), as_json=True)
+    found = json.loads(line, parse_constant=pytest.fail)
+    assert (found["ts"], found["data"]) == (None, {"x": [None, 1.5]})
+    (line,) = lines_of(item, set(), as_json=False)
+    assert line.isprintable()
+    assert r"topic t\x1b[2J rank 0 #3 A\nB" in line
 
 
 @pytest.mark.parametrize(
@@ -208,7 +231,9 @@ def test_stats(publisher: ThreadedEventPublisher) -> None:
     assert line["batches"] == 3
     assert line["types"] == {"BlockStored": 3, "BlockRemoved": 3, "AllBlocksCleared": 3, "Later": 3}
     assert last["subscriber"]["delivered"] == 3
-    assert "batches_per_s" in stats(publisher, "batches_per_s")
+    text = stats(publisher, "batches_per_s")
+    assert "batches_per_s" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
