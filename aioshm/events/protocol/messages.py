@@ -154,6 +154,8 @@ def hashable(value: Any) -> Any:
         return frozenset((key, hashable(item)) for key, item in value.items())
     if isinstance(value, (bytearray, msgspec.Raw)):
         return bytes(value)
+    if isinstance(value, msgspec.msgpack.Ext):
+        return value.code, bytes(value.data)
     return value
 
 

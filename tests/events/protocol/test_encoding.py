@@ -176,3 +176,5 @@ def test_events_are_hashable_by_value() -> None:
     assert make() == make()
     assert hash(make()) == hash(make())
     assert len({BlockRemoved([1], None), BlockRemoved([1], None), BlockRemoved([1], "GPU"), AllBlocksCleared()}) == 3
+    extended = [UnknownEvent("Later", {"x": msgspec.msgpack.Ext(code, b"data")}) for code in (1, 1, 2)]
+    assert len(set(extended)) == 2
