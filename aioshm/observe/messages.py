@@ -72,7 +72,7 @@ def last_messages(ring: Ring, number: int, *, bodies: bool = False) -> list[Mess
         slot = layout.slot(seq % layout.slots)
         head = ring.read(slot, at.SLOT_HEADER_BYTES)
         flags = ring.read(layout.flags(seq % layout.slots), layout.flag_bytes)
-        if len(head) < at.SLOT_HEADER_BYTES or not flags[0] or head[_SEQ_AT : _SEQ_AT + 8] != _U64.pack(seq):
+        if not flags[0] or head[_SEQ_AT : _SEQ_AT + 8] != _U64.pack(seq):
             continue
         unread = tuple(row.rank for row, read in zip(header.readers, flags[1:], strict=True) if not read)
         message = _message(ring, head, slot, unread, bodies)

@@ -218,8 +218,13 @@ class Ring:
             raise HandleError("this ring has no writer: it is no queue, or not yet one")
 
     def read(self, offset: int, length: int) -> bytes:
-        """Read bytes of the ring."""
-        return self.segment.read(offset, length)
+        """Read bytes of the ring; `HandleError`: the ring is damaged, such as truncated."""
+        data = b""
+        with suppress(OverflowError):  # an offset that only a damaged header has
+            data = self.segment.read(offset, length)
+        if len(data) < length:
+            raise HandleError(f"the ring in {self.segment.link} is damaged: it ends before byte {offset + length}")
+        return data
 
     def snapshot(self, processes: dict[int, ProcessInfo]) -> QueueSnapshot:
         """Read the queue's state; add missing processes to ``processes``."""

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from aioshm.errors import HandleError
 from aioshm.observe.queues import End, QueueSnapshot, Ring, Watch, chosen
 from aioshm.process.proc import wait_channel
 from aioshm.process.stacks import Frame, Stack, spied_report
@@ -201,7 +202,7 @@ def who(key: str | None = None, *, window_s: float = WINDOW_S) -> tuple[Report, 
     reports = []
     for queue in watch.look():
         if queue.header.queue_id in wanted:
-            with suppress(FileNotFoundError):  # the queue has ended meanwhile
+            with suppress(FileNotFoundError, HandleError):  # the queue has ended meanwhile, or its ring is damaged
                 reports.append(_report(watch.ring(queue), before[queue.header.queue_id], queue))
     return tuple(reports)
 

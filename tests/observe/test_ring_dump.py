@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from aioshm import MessageQueue
+from aioshm.errors import HandleError
 from aioshm.observe.messages import MessageHeader, last_messages
-from aioshm.observe.queues import Ring, find_rings
+from aioshm.observe.queues import Ring, Segment, find_rings
 
 
 def ring_of(mq: MessageQueue) -> Ring:
@@ -120,3 +123,14 @@ async def test_damage() -> None:
                 patch.setattr(ring, "read", damaged)
                 [message] = last_messages(ring, 1, bodies=True)
                 assert isinstance(message, MessageHeader)
+
+
+async def test_ring_that_was_truncated_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "ring"
+    async with queue() as (writer, _, ring):
+        await writer.enqueue("x")
+        file.write_bytes(ring.read(0, ring.layout.header_bytes))
+    ring.segment = Segment(str(file), file.stat())
+    ring.segment.paths[os.getpid()] = str(file)
+    with pytest.raises(HandleError, match="is damaged: it ends before byte"):
+        last_messages(ring, 1)
