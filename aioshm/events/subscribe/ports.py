@@ -235,11 +235,6 @@ class ReplayPort:
         """Whether an answer is in progress."""
         return self._dealer is not None
 
-    @property
-    def has_answer(self) -> bool:
-        """Whether a part of the answer can be received now."""
-        return self._dealer is not None and bool(self._dealer.poll(0))
-
     def restart_timeout(self) -> None:
         """Count the timeout of the answer from now on."""
         self.overdue_at = self._loop.time() + self._timeout

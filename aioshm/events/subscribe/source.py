@@ -204,12 +204,14 @@ class EventSource:
     def _tick(self) -> None:
         """Act on the passage of time."""
         self._timer = None
-        now = self._loop.time()
         self._tracker.forget_gone()
         if self._tracker.asking is not None:
-            if now >= self._replay.overdue_at:
+            self._run()  # an answer may be there already: only the loop was late
+            if self._is_overdue():
                 self._end_wait_for_answer()
-        elif self._check_at is not None and now >= self._check_at:
+                self._run()
+            return
+        if self._check_at is not None and self._loop.time() >= self._check_at:
             self._quiet_checks += 1
             self._check_at = None
             self._tracker.check()
@@ -220,10 +222,11 @@ class EventSource:
             return
         self._run()
 
+    def _is_overdue(self) -> bool:
+        is_waiting = self._state == "running" and self._tracker.asking is not None
+        return is_waiting and self._loop.time() >= self._replay.overdue_at
+
     def _end_wait_for_answer(self) -> None:
-        if self._replay.has_answer:  # only the loop was late
-            self._replay.restart_timeout()
-            return
         self.stats.replay_failures += 1
         reason = self._replay.give_up(self.port.endpoint)
         if reason is not None:
@@ -272,7 +275,7 @@ class EventSource:
         batch = self._decoder.decode(frames.payload)
         if self._decoder.unknown_events and not self.stats.unknown_events:
             unknown = next(event for event in batch.events if isinstance(event, UnknownEvent))
-            text = "subscriber %s: an event of type %s arrives as an UnknownEvent: %s (logged once)"
+            text = "subscriber %s: an event of type %r arrives as an UnknownEvent: %s (logged once)"
             logger.warning(text, self.port.endpoint, unknown.type, unknown.reason)
         self.stats.unknown_events = self._decoder.unknown_events
         return Message(frames.topic, frames.seq, batch, frames.payload)

@@ -40,7 +40,7 @@ async def test_answer_that_takes_long_is_read_to_its_end(ends: Ends, late: str) 
     assert source._tracker.asking is not None
     if late == "the loop":
         source._pause()
-        await until(lambda: source._replay.has_answer)
+        await until(lambda: source._replay._dealer and source._replay._dealer.poll(0))
         source.resume()
         source._replay.overdue_at -= 2 * PATIENCE_S
     source._tick()
@@ -151,5 +151,5 @@ async def test_events_that_are_not_understood_are_logged_once_and_counted(
     assert subscriber.stats().unknown_events == 6
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"subscriber {publisher.endpoint}: an event of type X arrives as an UnknownEvent: unknown type (logged once)"
+        f"subscriber {publisher.endpoint}: an event of type 'X' arrives as an UnknownEvent: unknown type (logged once)"
     )
