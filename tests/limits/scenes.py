@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +18,7 @@ import aioshm.queue.groups.factory
 import aioshm.queue.local.overflow_sockets
 import aioshm.queue.remote.readers
 import aioshm.queue.remote.source  # not when there is no descriptor left to read the file
-from aioshm import MessageQueue, Options
+from aioshm import LimitReached, MessageQueue, Options
 from aioshm.engine import (
     CoreEngine,
     CoreEngineProcManager,
@@ -40,7 +41,8 @@ ANYWHERE = "tcp://127.0.0.1:0"
 MESSAGES = ("small", bytes(300_000), "last")
 """The second one is sent over the network without a copy, and through a segment of its own to local readers."""
 
-THREADS = ThreadPoolExecutor(2)
+THREAD_COUNT = 2
+THREADS = ThreadPoolExecutor(THREAD_COUNT)
 """For blocking calls."""
 
 
@@ -50,6 +52,19 @@ async def in_thread(call: Callable[..., Any], *arguments: Any) -> Any:
     while not done.done():
         await asyncio.sleep(0.002)
     return done.result()
+
+
+async def start_threads() -> None:
+    """Start the threads for blocking calls."""
+    meeting = threading.Barrier(THREAD_COUNT)
+    await asyncio.gather(*(in_thread(meeting.wait) for _ in range(THREAD_COUNT)))
+
+
+async def all_of(*calls: Awaitable[Any]) -> None:
+    """Await all calls; of their errors, one that names a limit is raised first."""
+    done = await asyncio.gather(*calls, return_exceptions=True)
+    for error in sorted(filter(None, done), key=lambda error: not isinstance(error, LimitReached)):
+        raise error
 
 
 async def call(end: Any, method: str, *arguments: Any) -> Any:
@@ -99,7 +114,7 @@ class Queue:
             make()
         else:
             await in_thread(make)
-        await asyncio.gather(*(call(end, "wait_until_ready", within_s) for end in ends))
+        await all_of(*(call(end, "wait_until_ready", within_s) for end in ends))
 
     async def use(self, ends: list[Any], within_s: float) -> None:
         writer, reader = ends

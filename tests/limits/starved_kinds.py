@@ -1,40 +1,63 @@
-"""What is done in the subjects and the peers of ``starving.py``: one object for each kind of end.
+"""What the processes of ``starving.py`` do: a function for each kind, which makes ends, uses them and closes them.
 
-Each subject does its work once while it is starving. If that fails, it is done again with enough of everything, by the
-same ends where they are there and by new ones where they are not; so the peer sees the work done in any case.
+It is called once while the process is starving. If that fails, it is called again with enough of everything.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Callable, Coroutine
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from scenes import SCENES
-from starved_queues import Reading, Writing, keep_identity, meet_in_group
-from starved_services import (
-    Alone,
-    Publishing,
-    PublishingFromThreads,
-    Subscribing,
-    coordinate,
-    play,
-)
+from members import Member, meet
+from scenes import SCENES, all_of, close
 
-KINDS: dict[str, Any] = {
-    "local-writer": Writing(),
-    "local-reader": Reading(),
-    "overflow-writer": Writing(overflow="zmq"),
-    "overflow-reader": Reading(overflow="zmq"),
-    "remote-writer": Writing(remote=True),
-    "remote-reader": Reading(remote=True),
-    "blocking-local-reader": Reading(blocking=True),
-    "blocking-remote-writer": Writing(remote=True, blocking=True),
-    "identity": Alone(keep_identity),
-    "group": Alone(meet_in_group),
-    "publisher": Publishing(),
-    "threaded-publisher": PublishingFromThreads(),
-    "subscriber": Subscribing(),
-    "engine": Alone(partial(play, SCENES["engine"])),
-    "coordinator": Alone(coordinate),
-    "workers": Alone(partial(play, SCENES["workers"])),
+from aioshm import MessageQueue
+from aioshm.engine import DPCoordinator
+
+
+async def play(scene: Any, within_s: float) -> None:
+    """Make, use and close the ends of a scene."""
+    ends: list[Any] = []
+    try:
+        await scene.make(ends, within_s)
+        await scene.use(ends, within_s)
+    finally:
+        await close(ends)
+
+
+async def keep_identity(_within_s: float) -> None:
+    """Be two writers of one identity, one after the other."""
+    where = Path(tempfile.gettempdir(), f"identity-{os.getpid()}")
+    try:
+        for _ in range(2):
+            async with MessageQueue(1, 0, max_chunk_bytes=4096, connect_ip="127.0.0.1", identity=where):
+                pass
+    finally:
+        where.unlink(missing_ok=True)
+
+
+async def meet_in_group(within_s: float) -> None:
+    """Be both ranks of a group with a queue."""
+
+    async def be(member: Member) -> None:
+        async with await MessageQueue.create_from_process_group(member, 4096, 4, blocking=False) as queue:
+            await queue.wait_until_ready(within_s)
+
+    await all_of(*map(be, meet(2, timeout=within_s)))
+
+
+async def coordinate(within_s: float) -> None:
+    async with await DPCoordinator.start(1, timeout=within_s) as coordinator:
+        assert coordinator.get_stats_publish_address()
+
+
+KINDS: dict[str, Callable[[float], Coroutine[Any, Any, None]]] = {
+    **{name: partial(play, scene) for name, scene in SCENES.items()},
+    "identity": keep_identity,
+    "group": meet_in_group,
+    "coordinator": coordinate,
 }

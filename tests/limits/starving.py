@@ -1,11 +1,10 @@
-"""Processes that have few descriptors or threads left, one for each number of them; and what they talk to.
+"""Processes that have few descriptors or threads left, one for each number of them.
 
 ``python starving.py`` reads lines from its standard input, ``KIND RESOURCE FIRST LAST STEP``, and for each number from
-FIRST to LAST forks a subject that may have that many more of RESOURCE (``descriptors``, or ``threads``), and a peer
-that may have what it likes: on uvloop for odd numbers, on asyncio for the others. What came of it is written as lines
-of JSON, and then one with the number of lanes that failed. Forked from a process without threads and sockets, they cost
-a tenth of what started ones would; and that one of them is aborted by libzmq, or does not end, is nobody else's
-business.
+FIRST to LAST forks a process that may have that many more of RESOURCE (``descriptors``, or ``threads``): on uvloop for
+odd numbers, on asyncio for the others. What came of it is written as lines of JSON, and then one with the number of
+lanes that failed. Forked from a process without threads and sockets, they cost a tenth of what started ones would; and
+that one of them is aborted by libzmq, or does not end, is nobody else's business.
 """
 
 from __future__ import annotations
@@ -23,24 +22,25 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing import Pipe, resource_tracker
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import psutil
 import uvloop
 import zmq
+from scenes import start_threads
 from zmq.utils import garbage
 
 from aioshm.process import loop_thread
 
+WITHIN_S = 5.0
+LATER_S = 10.0
 HUNG_S = 20.0
 LANES = 4  # so many numbers at the same time: most of the time is spent waiting for timeouts
 LANES_OF_STARTED = 2  # of those that take steps: they start processes, which keeps a processor busy
-AGAIN = 3
 NOBODY = 54_321 + 100 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 """This user and those that follow have no other processes; limits of threads are a user's."""
 
@@ -50,51 +50,7 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
 }
 
 
-class Subject:
-    """What a subject's coroutine is given.
-
-    Attributes:
-        pipe: To its peer.
-        errors: What was raised while it was starving: type and text.
-        slow: How long that took, in seconds.
-        received, done: For the work to note how far it has come.
-    """
-
-    def __init__(self, pipe: Connection, kind: str, left: int) -> None:
-        self.pipe = pipe
-        self.errors: list[str] = []
-        self.slow = 0.0
-        self.received = self.done = False
-        self._resource = kind
-        self._left = left
-
-    @contextmanager
-    def starving(self) -> Iterator[None]:
-        """Have few left within the block; what it raises is noted and goes no further."""
-        lift = (limit_descriptors if self._resource == "descriptors" else limit_threads)(self._left)
-        began = time.monotonic()
-        try:
-            yield
-        except Exception as error:
-            self.errors.append(described(error))
-            if os.environ.get("STARVING_TRACE"):
-                traceback.print_exc()
-            error.__traceback__ = None
-            del error
-        finally:
-            lift()
-            self.slow = max(self.slow, time.monotonic() - began)
-        gc.collect()
-
-    async def hear(self) -> Any:
-        return await hear(self.pipe)
-
-
-async def hear(pipe: Connection) -> Any:
-    """Return what comes next through a pipe, without a thread and without a descriptor."""
-    while not pipe.poll():
-        await asyncio.sleep(0.002)
-    return pipe.recv()
+Work = Callable[[float], Coroutine[Any, Any, None]]
 
 
 def described(error: BaseException) -> str:
@@ -137,24 +93,44 @@ async def settled(look: Callable[[], Any], wanted: Callable[[Any], bool], within
     return found
 
 
-async def be_subject(work: Callable[[Subject], Coroutine[Any, Any, None]], subject: Subject) -> list[str]:
-    """Run a subject; return what it has left behind."""
+async def starve(work: Work, kind_of_limit: str, left: int) -> dict[str, Any]:
+    """Do some work with so few left and, if that fails, again with enough; return what came of it."""
+    await start_threads()
     before = open_descriptors(), len(threads()), len(asyncio.all_tasks())
-    await work(subject)
+    errors: list[str] = []
+    lift = (limit_descriptors if kind_of_limit == "descriptors" else limit_threads)(left)
+    began = time.monotonic()
+    try:
+        await work(WITHIN_S)
+    except Exception as error:
+        errors.append(described(error))
+        if os.environ.get("STARVING_TRACE"):
+            traceback.print_exc()
+    finally:
+        lift()
+    slow_s = time.monotonic() - began
+    gc.collect()
+    if errors:
+        await work(LATER_S)
+    return {"left": left, "errors": errors, "behind": await left_behind(*before), "slow": round(slow_s, 2)}
+
+
+async def left_behind(descriptors: set[int], thread_count: int, task_count: int) -> list[str]:
+    """Return what is there and was not before."""
     # These and the context that several ends share would last as long as the process.
     if loop_thread._shared is not None:
         loop_thread._shared.stop()
     garbage.gc.stop()
     if zmq.Context._instance is not None:
         zmq.Context._instance.term()
-    left = await settled(lambda: open_descriptors() - before[0], lambda found: not found)
+    left = await settled(lambda: open_descriptors() - descriptors, lambda found: not found)
     said = [f"descriptor {number}: {target(number)}" for number in sorted(left)]
-    count = await settled(lambda: len(threads()), lambda found: found <= before[1])
-    if count > before[1]:
-        said.append(f"{count - before[1]} threads")
-    tasks = await settled(lambda: len(asyncio.all_tasks()), lambda found: found <= before[2])
-    if tasks > before[2]:
-        said.append(f"{tasks - before[2]} tasks")
+    count = await settled(lambda: len(threads()), lambda found: found <= thread_count)
+    if count > thread_count:
+        said.append(f"{count - thread_count} threads")
+    tasks = await settled(lambda: len(asyncio.all_tasks()), lambda found: found <= task_count)
+    if tasks > task_count:
+        said.append(f"{tasks - task_count} tasks")
     children = [each.name() for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
     return said + [f"process {name}" for name in children if name]
 
@@ -190,69 +166,42 @@ def become(user: int) -> None:
     os.setuid(user)
 
 
-def run_one(kind: Any, loop: str, kind_of_limit: str, left: int) -> list[dict[str, Any]]:
-    """Return what came of it, and who did not end well."""
-    ours, theirs = Pipe()
+def run_one(work: Work, loop: str, kind_of_limit: str, left: int) -> dict[str, Any]:
+    """Return what came of it, or how the process ended."""
     told, tell = os.pipe()
 
-    def subject() -> None:
-        theirs.close()
+    def starving() -> None:
         if kind_of_limit == "threads":
             become(NOBODY + left)
-        one = Subject(ours, kind_of_limit, left)
         with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
-            behind = runner.run(be_subject(kind.subject, one))
-        line = {"left": left, "errors": one.errors, "behind": behind, "slow": round(one.slow, 2)}
-        ours.close()
+            line = runner.run(starve(work, kind_of_limit, left))
         os.write(tell, json.dumps(line).encode())
 
-    def peer() -> None:
-        ours.close()
-        os.close(tell)
-        if kind_of_limit == "threads":  # of the same user, who owns what the handle names
-            become(NOBODY + left)
-        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner, suppress(EOFError, BrokenPipeError):
-            runner.run(kind.peer(theirs))
-
-    pids = {fork(peer): "peer", fork(subject): "subject"}
-    ours.close()
-    theirs.close()
+    pid = fork(starving)
     os.close(tell)
-    said: list[dict[str, Any]] = []
+    status = None
     deadline = time.monotonic() + HUNG_S
-    for pid, who in reversed(list(pids.items())):
-        status = None
-        while status is None and time.monotonic() < deadline:
-            done, code = os.waitpid(pid, os.WNOHANG)
-            status = os.waitstatus_to_exitcode(code) if done else None
-            if status is None:
-                time.sleep(0.002)
+    while status is None and time.monotonic() < deadline:
+        done, code = os.waitpid(pid, os.WNOHANG)
+        status = os.waitstatus_to_exitcode(code) if done else None
         if status is None:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            said.append({"left": left, "ended": f"the {who} did not end"})
-        elif status:
-            said.append({"left": left, "ended": f"the {who} ended with {status}"})
-    os.set_blocking(told, False)
-    with suppress(BlockingIOError), open(told) as result:
+            time.sleep(0.002)
+    if status is None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    with open(told) as result:
         text = result.read()
-        if text:
-            said.insert(0, json.loads(text))
-    return said
+    line: dict[str, Any] = json.loads(text) if text else {"left": left}
+    return line if status == 0 else line | {"ended": f"status {status}"}
 
 
-def sweep(kind: Any, kind_of_limit: str, numbers: Iterable[int], told: int) -> None:
+def sweep(work: Work, kind_of_limit: str, numbers: Iterable[int], told: int) -> None:
     for left in numbers:
-        loop = "uvloop" if left % 2 else "asyncio"
-        lines = run_one(kind, loop, kind_of_limit, left)
-        for _ in range(AGAIN if kind_of_limit == "threads" else 0):
-            # The limit is the user's: the peer may be faster with what the subject has just seen to be free.
-            if any("-6" in line.get("ended", "") for line in lines):
-                lines = run_one(kind, loop, kind_of_limit, left)
-        os.write(told, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
+        line = run_one(work, "uvloop" if left % 2 else "asyncio", kind_of_limit, left)
+        os.write(told, f"{json.dumps(line)}\n".encode())
 
 
-def sweep_all(kind: Any, kind_of_limit: str, numbers: range, told: int) -> int:
+def sweep_all(work: Work, kind_of_limit: str, numbers: range, told: int) -> int:
     """Sweep in several lanes; return how many of them failed."""
     directory = os.environ["STARVING_DIR"] = tempfile.mkdtemp(prefix="aioshm-")
     os.chmod(directory, 0o755)
@@ -262,7 +211,7 @@ def sweep_all(kind: Any, kind_of_limit: str, numbers: range, told: int) -> int:
         pid = os.fork()
         if pid == 0:
             try:
-                sweep(kind, kind_of_limit, numbers[lane::count], told)
+                sweep(work, kind_of_limit, numbers[lane::count], told)
             except Exception:
                 traceback.print_exc()
                 os._exit(3)

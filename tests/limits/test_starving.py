@@ -20,8 +20,18 @@ HERE = Path(__file__).parent
 STARTED = {"coordinator", "workers"}
 """Kinds that start processes, which may lack descriptors, too, and take a second."""
 
+CONNECTED_LATER = {"overflow-zmq", "events", "threaded-events"}
+"""Kinds whose ends libzmq connects when both are there: what one end has counted on may be the other's by then.
+
+With two ends in one process, libzmq may abort then, or never connect. No check of aioshm can foresee that.
+"""
+
 NAMED_S = 8.0
 STARTED_S = 18.0  # on a busy machine
+
+
+def is_unnamed(line: dict[str, Any]) -> bool:
+    return "ended" in line or any("LimitReached" not in error for error in line["errors"])
 
 
 class Starving:
@@ -50,7 +60,10 @@ class Starving:
         self._complaints.seek(already)  # which it has moved by writing
         complaints = self._complaints.read()[-4000:]
         assert line == 0, f"{line} lanes failed, or it ended:\n{complaints}"
+        named = max((line["left"] for line in lines if line.get("errors") and not is_unnamed(line)), default=-1)
         for line in lines:
+            if kind in CONNECTED_LATER and is_unnamed(line) and line["left"] > named:
+                continue
             assert "ended" not in line, f"{line}\n{complaints}"
             assert not line["behind"], line
             assert line["slow"] < (STARTED_S if kind in STARTED else NAMED_S), line
@@ -73,17 +86,15 @@ def starve() -> Iterator[Starving]:
 @pytest.mark.parametrize(
     ("kind", "number"),
     [
-        ("local-writer", 5),
-        ("local-writer", 6),
-        ("local-reader", 3),
-        ("overflow-writer", 9),
-        ("overflow-reader", 7),
-        ("remote-reader", 8),
-        ("remote-reader", 9),
-        ("remote-writer", 14),
-        ("publisher", 9),
-        ("subscriber", 4),
-        ("engine", 12),
+        ("local", 3),
+        ("local", 6),
+        ("local", 9),
+        ("local", 12),
+        ("overflow-zmq", 9),
+        ("remote", 10),
+        ("remote", 28),
+        ("events", 20),
+        ("engine", 20),
         ("workers", 9),
     ],
 )
@@ -100,9 +111,9 @@ def sweep(starve: Starving, kind: str, resource: str) -> None:
         lines = starve(kind, resource, first, first + step * (block - 1), step)
         assert [line["left"] for line in lines] == [*range(first, first + step * block, step)]
         assert first or resource == "threads" or lines[0]["errors"], "nothing was lacking"
-        if not any(line["errors"] for line in lines):
+        if not any(line.get("errors", "ended") for line in lines):
             return
-    assert not lines[-1]["errors"], "it was never enough"
+    assert not lines[-1].get("errors"), "it was never enough"
 
 
 @pytest.mark.slow
@@ -117,7 +128,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="the limit of threads 
 @needs_root
 @pytest.mark.parametrize("number", [0, 2])
 def test_few_threads(starve: Starving, number: int) -> None:
-    (line,) = starve("remote-writer", "threads", number, number)
+    (line,) = starve("remote", "threads", number, number)
     assert line["errors"]
     assert "needs another thread" in line["errors"][0]
 
