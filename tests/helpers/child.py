@@ -10,6 +10,7 @@ import ctypes
 import logging
 import mmap
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -50,6 +51,20 @@ async def lease(handle: str, rank: str) -> None:
 async def idle(handle: str, rank: str) -> None:
     """Attach and read nothing."""
     reader = await _reader(handle, rank)
+    await asyncio.sleep(1000)
+    await reader.aclose()
+
+
+async def fork(handle: str, rank: str) -> None:
+    """Attach, and have a child that lives on."""
+    reader = await _reader(handle, rank)
+    pid = os.fork()
+    if not pid:
+        for fd in (0, 1, 2):
+            os.close(fd)
+        while True:
+            signal.pause()
+    say(f"child {pid}")
     await asyncio.sleep(1000)
     await reader.aclose()
 

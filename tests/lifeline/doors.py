@@ -1,4 +1,4 @@
-"""A listener whose host notes what it is told, and readers that note what they hear; spawned children import it too."""
+"""A listener whose host notes what it is told, and readers that note what they hear."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from multiprocessing.connection import Connection
 from typing import Any
 
 from support import until
@@ -165,41 +164,3 @@ async def until_hung_up(sock: socket.socket) -> bytes:
         if not data:
             return said
         said += data
-
-
-# What other processes do
-
-
-def read_for_ever(pipe: Connection, address: str, rank: int) -> None:
-    """Attach, and stay; say so, with the pid of a forked child that stays as well."""
-
-    async def read() -> None:
-        reader = await Reader.admitted(address, rank)
-        pipe.send(_forked(reader.lifeline, pipe))
-        await asyncio.Event().wait()
-
-    asyncio.run(read())
-
-
-def listen_for_ever(pipe: Connection, address: str) -> None:
-    """Open a door, and stay; say so once a reader has come, with the pid of a forked child that stays as well."""
-
-    async def listen() -> None:
-        async with opened(address) as door:
-            pipe.send(0)
-            await until(lambda: door.peers, "a reader")
-            pipe.send(_forked(door.listener, pipe))
-            await asyncio.Event().wait()
-
-    asyncio.run(listen())
-
-
-def _forked(end: Lifeline | LifelineListener, pipe: Connection) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            end.detach_after_fork()
-            pipe.recv()  # until the test hangs up
-        finally:
-            os._exit(0)
-    return pid

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import select
+import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from pathlib import Path
 
 import psutil
 import pytest
-from doors import TOKEN, Reader, hello, knock, listen_for_ever, opened, read_for_ever, until_hung_up
+from children import child
+from doors import TOKEN, Reader, hello, knock, opened, until_hung_up
 from loops import turns
-from support import until
+from support import HELPERS, until
 
-from aioshm.errors import HandleError, SharedMemoryError
+from aioshm import MessageQueue, PeerDied, SharedMemoryError
 from aioshm.lifeline import sockets
 from aioshm.lifeline.dialer import attach, dial
 from aioshm.lifeline.listener import LifelineListener
 from aioshm.lifeline.protocol import BYE, GO, PROVEN, Welcome, pack
-
-spawn = get_context("spawn")
 
 
 class TestLeaving:
@@ -135,60 +134,40 @@ class TestLeaving:
                 reader.lifeline.close()
 
 
-class TestDeath:
-    """Also where a forked child has copies of the dead end's descriptors."""
+@contextmanager
+def living(said: str) -> Iterator[None]:
+    """Check that a child lives whose end of a line this is, then kill it."""
+    pid = int(said.split()[-1])
+    try:
+        yield
+        assert psutil.pid_exists(pid)
+    finally:
+        os.kill(pid, signal.SIGKILL)
 
-    async def test_of_a_reader(self, address: str) -> None:
-        async with opened(address) as door:
-            with another_process(read_for_ever, address, 7) as (process, pipe):
-                await until(pipe.poll, "the reader", 30)
-                child = pipe.recv()
-                assert door.log == [("attached", 7)]
-                assert door.peers[7].seen_pid == process.pid
-                process.kill()
-                await until(lambda: door.log[-1] == ("died", 7), "the news of its death")
-                assert psutil.pid_exists(child)
+
+class TestDeath:
+    """Also where a forked child of the dead process lives on, with copies of its descriptors."""
+
+    async def test_of_a_reader(self) -> None:
+        async with MessageQueue(1, 1) as writer, child("fork", writer.export_handle().to_json(), "0") as reader:
+            await writer.wait_until_ready(20)
+            await reader.says("ready")
+            with living(await reader.says("child ")):
+                reader.signal(signal.SIGKILL)
+                with pytest.raises(PeerDied, match=f"reader 0 .pid {reader.pid}. died"):
+                    while True:
+                        await writer.enqueue(None, 20)
 
     @pytest.mark.slow_on_uvloop
-    async def test_of_the_writer(self, any_address: str) -> None:
-        with another_process(listen_for_ever, any_address) as (process, pipe):
-            await until(pipe.poll, "the writer", 30)
-            pipe.recv()
-            reader = await Reader.admitted(any_address)
-            assert reader.lifeline.writer_pid == process.pid
-            await until(pipe.poll, "the writer's word that it knows the reader")
-            child = pipe.recv()
-            process.kill()
-            await reader.hears("died")
-            assert not reader.lifeline.said_goodbye
-            assert psutil.pid_exists(child)
-            await until(lambda: nobody_listens(any_address), "the end of the listener")
-            reader.lifeline.close()
-
-
-@contextmanager
-def another_process(work: Callable[..., None], *args: object) -> Iterator[tuple[SpawnProcess, Connection]]:
-    """Let another process work, with the other end of a pipe, during the block."""
-    here, there = spawn.Pipe()
-    process = spawn.Process(target=work, args=(there, *args))
-    process.start()
-    there.close()
-    try:
-        yield process, here
-    finally:
-        here.close()
-        process.kill()
-        process.join(10)
-
-
-def nobody_listens(address: str) -> bool:
-    try:
-        sock = dial(address, hello())
-    except HandleError as error:
-        return str(error) == f"nobody listens at {address}: the queue's writer is gone"
-    if sock is not None:
-        sock.close()
-    return False
+    async def test_of_the_writer(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AIOSHM_RUNTIME_DIR", str(base))
+        async with child("have_and_fork", "steps", script=HELPERS / "named_child.py") as writer:
+            with living(await writer.says("child ")):
+                async with MessageQueue.attach("steps", 0) as reader:
+                    await reader.wait_until_ready(20)
+                    writer.signal(signal.SIGKILL)
+                    with pytest.raises(PeerDied, match=f"the writer .pid {writer.pid}. died"):
+                        await reader.dequeue(20)
 
 
 @pytest.mark.parametrize("event", ["POLLRDHUP", "POLLHUP"])
