@@ -6,54 +6,16 @@ import asyncio
 from time import monotonic
 
 import pytest
-from loops import turns
 from support import bystander, until
-from waiters import MODES, End, pollers
+from waiters import End, pollers
 
-from aioshm.config import Wait
 from aioshm.errors import QueueCancelled
 from aioshm.wait import limits as limits_module
-from aioshm.wait.limits import Stall
-from aioshm.wait.policy import WaitMode
 
 __all__ = ["pollers"]  # a fixture
 
 
-class TestLooking:
-    @pytest.mark.parametrize("mode", MODES)
-    async def test_what_is_there_needs_no_turn_of_the_loop(self, mode: Wait) -> None:
-        end = End(mode)
-        end.ready = True
-        with pytest.raises(StopIteration) as returned:
-            end.wait(deadline=0.0).send(None)
-        assert returned.value.value is False, "no other task has run"
-        assert (end.looks, end.poller.modes, end.parked[0], end.loop.timers) == (1, {}, 0, [])
-
-
 class TestGivingUp:
-    @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize("seconds", [-1.0, 0.0, 0.02])
-    async def test_at_the_deadline(self, mode: Wait, seconds: float) -> None:
-        end = End(mode)
-        deadline = monotonic() + seconds
-        with pytest.raises(TimeoutError):
-            await end.wait(deadline=deadline)
-        assert monotonic() >= deadline
-        assert (end.parked[0], end.loop.pending()) == (0, [])
-
-    @pytest.mark.parametrize("mode", MODES)
-    async def test_when_the_event_is_set_before_or_meanwhile(self, mode: Wait) -> None:
-        end = End(mode)
-        cancel = asyncio.Event()
-        task = asyncio.ensure_future(end.wait(cancel=cancel))
-        await until(lambda: end.poller.modes[WaitMode.SPIN] + end.poller.stats.parks, "the wait")
-        assert not task.done()
-        cancel.set()
-        for wait in (task, end.wait(cancel=cancel)):
-            with pytest.raises(QueueCancelled):
-                await asyncio.wait_for(wait, 10)
-            assert (end.parked[0], end.loop.pending()) == (0, [])
-
     async def test_when_the_event_was_set_for_a_moment(self) -> None:
         end = End()
         cancel = asyncio.Event()
@@ -143,25 +105,3 @@ class TestSpinning:
         async with bystander() as other:
             assert await end.wait(look=look) is yields
             assert (other.turns > 0) is yields
-
-
-class TestStalls:
-    @pytest.mark.slow_on_uvloop
-    @pytest.mark.parametrize("mode", ["adaptive", "park"])
-    async def test_are_reported_again_and_again(self, mode: Wait) -> None:
-        end = End(mode)
-        reports: list[float] = []
-        stall = Stall(0.2, lambda _: reports.append(monotonic()))
-        due = stall.at
-        task = asyncio.ensure_future(end.wait(stall=stall))
-        await until(lambda: reports, "the report")
-        assert due <= reports[0]
-        for _ in range(10):
-            end.poller.wake()
-            await turns(3)
-        assert len(reports) == 1
-        await until(lambda: len(reports) == 3, "two more")
-        assert reports[1] - reports[0] > 0.19 < reports[2] - reports[1]
-        end.publish()
-        await asyncio.wait_for(task, 10)
-        assert (len(reports), end.loop.pending()) == (3, [])
