@@ -31,6 +31,15 @@ async def until(condition: Callable[[], object], what: str = "the condition", wi
         await asyncio.sleep(0.001)
 
 
+def raising(error: BaseException) -> Callable[..., Any]:
+    """Return a function that raises an error, whatever its arguments are."""
+
+    def call(*_: object, **__: object) -> Any:
+        raise error
+
+    return call
+
+
 def examples(count: int) -> int:
     """Return how many examples hypothesis is to try: so many, or fewer where its profile has fewer: `make test`."""
     from hypothesis import settings  # not in the processes that tests start

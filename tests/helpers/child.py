@@ -12,6 +12,7 @@ import mmap
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -170,6 +171,36 @@ async def lend(size: str) -> None:
             if number:
                 say("lending")
                 await asyncio.sleep(1000)
+
+
+# Ends that nobody closes
+
+
+async def _talking_ends() -> list[MessageQueue]:
+    writer = MessageQueue(1, 0, connect_ip="127.0.0.1")
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
+    await writer.enqueue(bytearray(1_000_000))
+    assert len(await reader.dequeue(10)) == 1_000_000
+    return [writer, reader]
+
+
+def leave_open() -> None:
+    """Let the module keep ends of closed loops, one that was never awaited, and blocking ones."""
+    global kept
+    writer = blocking.MessageQueue(1, 0, connect_ip="127.0.0.1")
+    reader = blocking.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    thread = threading.Thread(target=reader.dequeue, args=(10,))
+    thread.start()
+    writer.enqueue("text", 10)
+    thread.join()
+    kept = [asyncio.run(_talking_ends()), MessageQueue(1, 0, connect_ip="127.0.0.1"), writer, reader]
+
+
+async def end_amid() -> None:
+    """End the program where the ends are in use."""
+    ends = await _talking_ends()
+    raise SystemExit(len(ends) - 2)
 
 
 # Ends of the blocking API

@@ -36,6 +36,10 @@ class Child:
     async def end(self) -> int:
         return await asyncio.wait_for(self._process.wait(), 20)
 
+    async def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        await self.end()
+
 
 @asynccontextmanager
 async def child(*arguments: str, script: Path = CHILD) -> AsyncIterator[Child]:

@@ -25,6 +25,14 @@ READS: dict[str, Any] = {
 }
 """The calls that wait for a message."""
 
+WRITES: dict[str, Any] = {
+    "enqueue": lambda writer: writer.enqueue("x"),
+    "many": lambda writer: writer.enqueue_many(["x", "y"]),
+    "acquire_write": lambda writer: writer.acquire_write().__enter__(),
+    "loan": lambda writer: writer.loan(8).__enter__(),
+}
+"""The calls that wait for room."""
+
 
 class Thread:
     """Runs a function; `result` hands on what it returned or raised."""

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import uvloop
-from members import FileGroup
+from members import FileGroup, meet
 
 from aioshm import MessageQueue, Options
 from aioshm.engine.compat.vllm import MessageQueue as VllmQueue
@@ -32,6 +32,19 @@ def store(port: str) -> None:
     """Be rank 0 of three, until somebody ends it."""
     with StatelessProcessGroup.create("127.0.0.1", int(port), 0, 3, timeout=60):
         sys.stdin.read()
+
+
+def leave() -> None:
+    """Wait for another rank, which does not come, and end."""
+
+    async def give_up() -> None:
+        alone, _ = meet(2, timeout=1000)
+        try:
+            await asyncio.wait_for(create_from_process_group(alone, 100, 2), 0.1)
+        except TimeoutError:
+            say("left")
+
+    asyncio.run(give_up())
 
 
 def same_node(directory: str, rank: str, world_size: str, uid: str, *ways: str) -> None:

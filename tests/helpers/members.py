@@ -9,7 +9,8 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,19 @@ def meet(world_size: int, timeout: float = 20.0) -> list[Member]:
     table = [b""] * world_size
     barrier = threading.Barrier(world_size, timeout=timeout)
     return [Member(rank, table, barrier) for rank in range(world_size)]
+
+
+def each(ranks: Sequence[Any], call: Callable[[Any], Any]) -> list[Any]:
+    """Make a call at every rank at once; return the results, or errors, by rank."""
+
+    def attempt(rank: Any) -> Any:
+        try:
+            return call(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(attempt, ranks))
 
 
 class FileGroup:

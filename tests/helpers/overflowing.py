@@ -46,6 +46,12 @@ def withhold(writer: Any) -> Callable[[], None]:
     return release
 
 
+def cut_lifelines(writer: Any) -> None:
+    """End the connections to local readers, as the system does for a process that is killed."""
+    for connection in list(writer.end.ring.listener._connections.values()):
+        connection.close()
+
+
 def sockets_of_zeromq() -> int:
     """Return how many ZeroMQ sockets of this process are open (overflow's, or a remote reader's)."""
     from aioshm.zeromq.sockets import _open

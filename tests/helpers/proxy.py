@@ -8,11 +8,12 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Self
+from typing import Any, Self
 
 import msgspec
+from remotes import wide_writer
 
-from aioshm import Handle
+from aioshm import Handle, MessageQueue
 
 CHUNK_BYTES = 64 * 1024
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset and forgets what was not sent
@@ -51,8 +52,7 @@ class Proxy:
     async def __aexit__(self, *_: object) -> None:
         await self.behave()
         self._server.close()
-        self.refusing = True
-        self.cut()
+        self.refuse()
         while self._open:
             await asyncio.sleep(0.001)
         await self._server.wait_closed()
@@ -68,6 +68,11 @@ class Proxy:
         """End every connection, with a reset, or as if both ends had closed it."""
         for connection in self._open:
             connection.end(reset)
+
+    def refuse(self) -> None:
+        """End all connections, and reset new ones."""
+        self.refusing = True
+        self.cut()
 
     def half_close(self) -> None:
         """Close one direction of every connection; what comes from the other end still arrives."""
@@ -120,8 +125,7 @@ class Proxy:
                 await asyncio.sleep(rng.uniform(0, every_s))
                 self.resume()
             else:
-                self.refusing = True
-                self.cut()
+                self.refuse()
                 await asyncio.sleep(rng.uniform(0, every_s))
                 self.refusing = False
 
@@ -222,3 +226,15 @@ async def proxied(handle: Handle, rng: random.Random | None = None) -> AsyncIter
     async with Proxy(handle.remote.data, rng) as data, Proxy(handle.remote.control, rng) as control:
         remote = msgspec.structs.replace(handle.remote, data=data.endpoint, control=control.endpoint)
         yield msgspec.structs.replace(handle, remote=remote), data, control
+
+
+@asynccontextmanager
+async def through_proxies(
+    rng: random.Random | None = None, **arguments: Any
+) -> AsyncIterator[tuple[MessageQueue, MessageQueue, Proxy, Proxy]]:
+    """Give a ready writer to the block, its remote reader, and the proxies between them, for data and for control."""
+    async with wide_writer(0, 1, **arguments) as writer:
+        async with proxied(writer.export_handle(), rng) as (handle, data, control):
+            async with MessageQueue.create_from_handle(handle, 0) as reader:
+                await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
+                yield writer, reader, data, control

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -42,6 +41,16 @@ async def becomes(writer: MessageQueue, rank: int, wanted: str) -> None:
     await until(lambda: state(writer, rank) == wanted, wanted)
 
 
+async def lose_reader(writer: MessageQueue, rank: int = 0, unread: Sequence[Any] = ()) -> int:
+    """Let a reader in a process of its own attach, be sent messages and be killed; return its pid."""
+    async with child("idle", writer.export_handle().to_json(), str(rank)) as doomed:
+        await writer.wait_until_ready(20)
+        await becomes(writer, rank, "attached")
+        await writer.enqueue_many(unread, 20)
+        await doomed.kill()
+    return doomed.pid
+
+
 async def received(reader: MessageQueue, amount: int) -> list[Any]:
     return [await reader.dequeue(20) for _ in range(amount)]
 
@@ -56,6 +65,5 @@ async def bereaved(
         async with MessageQueue.create_from_handle(handle, 0) as patient:
             async with child("idle", handle.to_json(), "1") as doomed:
                 await writer.wait_until_ready(20)
-                doomed.signal(signal.SIGKILL)
-                await doomed.end()
+                await doomed.kill()
             yield writer, patient, doomed.pid

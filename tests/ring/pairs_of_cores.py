@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rings import Cores
+from support import raising as raising  # for tests of cores, too
 
 from aioshm.ring import ShmRingBuffer
 from aioshm.ring.slot import Slots
@@ -64,13 +65,6 @@ def encode(obj: object) -> Any:
 
 def decode(message: bytes) -> object:
     return message.decode()
-
-
-def raising(error: BaseException) -> Callable[..., Any]:
-    def call(*_: object) -> Any:
-        raise error
-
-    return call
 
 
 def flags(pair: Pair) -> list[bytes]:
