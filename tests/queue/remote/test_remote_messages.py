@@ -14,14 +14,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from proxy import proxied
-from remotes import ready_ends, wide_writer
-from support import until
+from proxy import through_proxies
+from remotes import ready_ends
+from support import raising, until
 
-from aioshm import MessageQueue, PeerDied, SharedMemoryError
+from aioshm import PeerDied, SharedMemoryError
 from aioshm.codec.frames import RAW
 from aioshm.queue.remote import messages, wire
-from aioshm.queue.remote.messages import Assembly, MessageMemory, pack
+from aioshm.queue.remote.messages import Assembly, pack
 from aioshm.queue.remote.wire import PART_BYTES
 
 SECRET = bytes(wire.SECRET_BYTES)
@@ -59,54 +59,46 @@ async def test_memory_of_the_parts_of_a_large_message_goes_back_to_the_system() 
 
 @pytest.mark.parametrize("how", ["reset", "truncate"])
 async def test_message_whose_connection_ends_between_its_parts_comes_whole(how: str, small_parts: None) -> None:
-    async with wide_writer(0, 1, remote_timeout=5.0) as writer:
-        async with proxied(writer.export_handle()) as (handle, data, _control):
-            async with MessageQueue.create_from_handle(handle, 0) as reader:
-                await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
-                for number in range(2):
-                    data.delay_s = 0.01
-                    before = data.connections
-                    receiving = asyncio.ensure_future(reader.dequeue(60))
-                    await writer.enqueue({"number": number, "array": array(number, 4 << 20)})
-                    link: Any = reader.end.source
-                    await until(lambda link=link: link._assembly._filled > 0, "the first part")
-                    if how == "truncate":
-                        data.truncate()
-                    else:
-                        data.cut(reset=how == "reset")
-                    data.delay_s = 0.0
-                    received = await receiving
-                    assert received["number"] == number
-                    assert (received["array"] == array(number, 4 << 20)).all()
-                    assert data.connections > before
-                await writer.enqueue("after")
-                assert await reader.dequeue(20) == "after"
+    async with through_proxies(remote_timeout=5.0) as (writer, reader, data, _control):
+        for number in range(2):
+            data.delay_s = 0.01
+            before = data.connections
+            receiving = asyncio.ensure_future(reader.dequeue(60))
+            await writer.enqueue({"number": number, "array": array(number, 4 << 20)})
+            link: Any = reader.end.source
+            await until(lambda link=link: link._assembly._filled > 0, "the first part")
+            if how == "truncate":
+                data.truncate()
+            else:
+                data.cut(reset=how == "reset")
+            data.delay_s = 0.0
+            received = await receiving
+            assert received["number"] == number
+            assert (received["array"] == array(number, 4 << 20)).all()
+            assert data.connections > before
+        await writer.enqueue("after")
+        assert await reader.dequeue(20) == "after"
 
 
 async def test_writer_that_dies_amid_a_message_leaves_its_reader_without_the_message(small_parts: None) -> None:
-    async with wide_writer(0, 1, remote_timeout=0.5) as writer:
-        async with proxied(writer.export_handle()) as (handle, data, control):
-            async with MessageQueue.create_from_handle(handle, 0) as reader:
-                await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
-                await writer.enqueue("whole")
-                data.delay_s = 0.01
-                await writer.enqueue(array(3, 4 << 20))
-                link: Any = reader.end.source
-                await until(lambda: link._assembly._filled > 0, "the first part")
-                for proxy in (data, control):
-                    proxy.refusing = True
-                    proxy.cut()
-                assert await reader.dequeue(20) == "whole"
-                with pytest.raises(PeerDied):
-                    await reader.dequeue(20)
-                assert link._assembly._memory is None, "the parts that came are given back"
+    async with through_proxies(remote_timeout=0.5) as (writer, reader, data, control):
+        await writer.enqueue("whole")
+        data.delay_s = 0.01
+        await writer.enqueue(array(3, 4 << 20))
+        link: Any = reader.end.source
+        await until(lambda: link._assembly._filled > 0, "the first part")
+        for proxy in (data, control):
+            proxy.refuse()
+        assert await reader.dequeue(20) == "whole"
+        with pytest.raises(PeerDied):
+            await reader.dequeue(20)
+        assert link._assembly._memory is None, "the parts that came are given back"
 
 
 # What is received
 
 
-def none_left(_nbytes: int) -> MessageMemory:
-    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+NONE_LEFT = raising(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
 
 
 async def test_message_for_which_there_is_no_memory_is_named_and_its_reader_leaves(
@@ -114,7 +106,7 @@ async def test_message_for_which_there_is_no_memory_is_named_and_its_reader_leav
 ) -> None:
     async with ready_ends(0, 1, codec="raw", remote_timeout=1.0) as (writer, (reader,)):
         await writer.enqueue(b"before")
-        monkeypatch.setattr(messages, "MessageMemory", none_left)
+        monkeypatch.setattr(messages, "MessageMemory", NONE_LEFT)
         await writer.enqueue(bytes(100_000))
         assert await reader.dequeue(20) == b"before"
         for _ in range(2):
@@ -133,7 +125,7 @@ async def test_batch_of_which_a_message_cannot_be_copied_is_not_sent(
 ) -> None:
     async with ready_ends(n_local, 1, chunk=1 << 20) as (writer, readers):
         with monkeypatch.context() as patch:
-            patch.setattr(messages, "MessageMemory", none_left)
+            patch.setattr(messages, "MessageMemory", NONE_LEFT)
             for size in (100_000, 20_000):
                 with pytest.raises(SharedMemoryError, match=r"message 1 of .* does not fit into memory: raise"):
                     await writer.enqueue_many(["small", np.zeros(size)])

@@ -9,12 +9,12 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from proxy import Proxy, proxied
+from proxy import proxied, through_proxies
 from remotes import wide_writer
 from support import HELPERS, until
 from two_hosts import TwoHosts, two_hosts
@@ -41,63 +41,54 @@ def nothing_is_wrong(verdict: dict[str, Any]) -> None:
     [("data", "reset"), ("data", "half close"), ("data", "truncate"), ("control", "close"), ("control", "truncate")],
 )
 async def test_a_connection_that_ends(which: str, how: str) -> None:
-    async with wide_writer(0, 1, remote_timeout=5.0, remote_window=50) as writer:
-        async with proxied(writer.export_handle()) as (handle, data, control):
-            async with MessageQueue.create_from_handle(handle, 0) as reader:
-                await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
-                proxy = data if which == "data" else control
-                for round_ in range(2):
-                    sending = asyncio.ensure_future(writer.enqueue_many((round_, number) for number in range(200)))
-                    for number in range(200):
-                        assert await reader.dequeue(10) == (round_, number)
-                        if number != 50:
-                            continue
-                        if how == "half close":
-                            proxy.half_close()
-                        elif how == "truncate":
-                            proxy.truncate()
-                        else:
-                            proxy.cut(reset=how == "reset")
-                    await sending
-                    async with asyncio.timeout(10):
-                        while reader.stats().reconnects <= round_:
-                            await writer.enqueue("something to notice it by")
-                            assert await reader.dequeue() == "something to notice it by"
-                await writer.aclose()
-                assert [message async for message in reader] == []
+    async with through_proxies(remote_timeout=5.0, remote_window=50) as (writer, reader, data, control):
+        proxy = data if which == "data" else control
+        for round_ in range(2):
+            sending = asyncio.ensure_future(writer.enqueue_many((round_, number) for number in range(200)))
+            for number in range(200):
+                assert await reader.dequeue(10) == (round_, number)
+                if number != 50:
+                    continue
+                if how == "half close":
+                    proxy.half_close()
+                elif how == "truncate":
+                    proxy.truncate()
+                else:
+                    proxy.cut(reset=how == "reset")
+            await sending
+            async with asyncio.timeout(10):
+                while reader.stats().reconnects <= round_:
+                    await writer.enqueue("something to notice it by")
+                    assert await reader.dequeue() == "something to notice it by"
+        await writer.aclose()
+        assert [message async for message in reader] == []
 
 
 async def test_a_goodbye_that_is_lost_is_said_again() -> None:
-    async with wide_writer(0, 1, remote_timeout=5.0) as writer:
-        async with proxied(writer.export_handle()) as (handle, _, control):
-            async with MessageQueue.create_from_handle(handle, 0) as reader:
-                await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
-                control.stall()
-                closing = asyncio.ensure_future(reader.aclose())
-                await asyncio.sleep(0.05)
-                assert not closing.done()
-                control.cut()
-                control.resume()
-                await closing
-                with pytest.raises(QueueClosed, match="every reader has left"):
-                    while True:
-                        await writer.enqueue("x", 1)
+    async with through_proxies(remote_timeout=5.0) as (writer, reader, _, control):
+        control.stall()
+        closing = asyncio.ensure_future(reader.aclose())
+        await asyncio.sleep(0.05)
+        assert not closing.done()
+        control.cut()
+        control.resume()
+        await closing
+        with pytest.raises(QueueClosed, match="every reader has left"):
+            while True:
+                await writer.enqueue("x", 1)
 
 
 async def test_closing_over_connections_that_end_all_the_time(caplog: pytest.LogCaptureFixture) -> None:
     for seed in range(3):
-        writer = wide_writer(0, 1, remote_timeout=5.0)
-        async with writer, proxied(writer.export_handle(), random.Random(seed)) as (handle, data, control):
-            async with MessageQueue.create_from_handle(handle, 0) as reader:
-                await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
-                data.misbehave(0.1, 0.001)
-                control.misbehave(0.02, 0.001)
-                await writer.enqueue_many(range(100))
-                async with asyncio.timeout(10):
-                    closing = asyncio.ensure_future(writer.aclose())
-                    assert [number async for number in reader] == list(range(100))
-                    await reader.aclose()
-                    await closing
+        async with through_proxies(random.Random(seed), remote_timeout=5.0) as (writer, reader, data, control):
+            data.misbehave(0.1, 0.001)
+            control.misbehave(0.02, 0.001)
+            await writer.enqueue_many(range(100))
+            async with asyncio.timeout(10):
+                closing = asyncio.ensure_future(writer.aclose())
+                assert [number async for number in reader] == list(range(100))
+                await reader.aclose()
+                await closing
     assert " died" not in caplog.text
 
 
@@ -106,22 +97,10 @@ async def test_closing_over_connections_that_end_all_the_time(caplog: pytest.Log
 
 SHORT_S = 0.5
 
-Ends = tuple[MessageQueue, MessageQueue, Proxy, Proxy]
-
-
-@asynccontextmanager
-async def ends_apart() -> AsyncIterator[Ends]:
-    """Give a writer, its only reader, and the proxies between them, for data and for control, to the block."""
-    async with wide_writer(0, 1, remote_timeout=SHORT_S, stall_warning_s=0.2) as writer:
-        async with proxied(writer.export_handle()) as (handle, data, control):
-            async with MessageQueue.create_from_handle(handle, 0) as reader:
-                await asyncio.gather(writer.wait_until_ready(10), reader.wait_until_ready(10))
-                yield writer, reader, data, control
-
 
 @pytest.mark.parametrize("how", ["stall", "refuse"])
 async def test_a_network_that_swallows_everything_for_too_long(how: str) -> None:
-    async with ends_apart() as (writer, reader, *proxies):
+    async with through_proxies(remote_timeout=SHORT_S, stall_warning_s=0.2) as (writer, reader, *proxies):
         sent: list[int] = []
         received: list[int] = []
 
@@ -142,8 +121,7 @@ async def test_a_network_that_swallows_everything_for_too_long(how: str) -> None
             if how == "stall":
                 proxy.stall()
             else:
-                proxy.refusing = True
-                proxy.cut()
+                proxy.refuse()
         began = time.monotonic()
         for ending, rank, side in ((sending, 0, "reader"), (receiving, -1, "writer")):
             with pytest.raises(PeerDied) as caught:
@@ -215,7 +193,7 @@ def test_cuts_delays_and_truncations_on_both_loops() -> None:
 
 
 async def test_a_writer_that_closes_waits_for_a_slow_network(caplog: pytest.LogCaptureFixture) -> None:
-    async with ends_apart() as (writer, reader, data, _):
+    async with through_proxies(remote_timeout=SHORT_S, stall_warning_s=0.2) as (writer, reader, data, _):
         data.stall()
         await writer.enqueue_many(range(10))
         closing = asyncio.ensure_future(writer.aclose())
@@ -230,15 +208,14 @@ async def test_a_writer_that_closes_waits_for_a_slow_network(caplog: pytest.LogC
 
 
 async def test_what_a_closed_writer_cannot_deliver_is_named() -> None:
-    async with ends_apart() as (writer, reader, data, control):
+    async with through_proxies(remote_timeout=SHORT_S, stall_warning_s=0.2) as (writer, reader, data, control):
         await writer.enqueue_many(range(5))
         data.stall()  # what has arrived in the proxy already may or may not pass
         await writer.enqueue_many(range(5, 10))
         closing = asyncio.ensure_future(writer.aclose())
         await until(lambda: reader.end.source.window.end == 10)  # type: ignore[attr-defined]
         for proxy in (data, control):
-            proxy.refusing = True
-            proxy.cut()
+            proxy.refuse()
         received = []
         with pytest.raises(MessagesLost) as caught:
             async for number in reader:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from typing import Any
 
 import msgspec
 import pytest
-from children import child
-from proxy import proxied
+from proxy import proxied, through_proxies
 from remotes import ready_ends, wide_writer
-from replacing import REMOTE_TIMEOUT_S, becomes, bereaved, elsewhere, joined, state
+from replacing import REMOTE_TIMEOUT_S, becomes, bereaved, elsewhere, joined, lose_reader, state
 
 from aioshm import (
     HandleError,
@@ -37,22 +35,16 @@ class TestKilled:
 
     async def test_a_newcomer_waits_for_the_answer_of_a_reader_that_is_cut_off(self, monkeypatch: Any) -> None:
         monkeypatch.setattr(readers, "CUT_OFF_S", 60.0)
-        async with wide_writer(0, 1, remote_timeout=60.0) as writer:
-            async with proxied(writer.export_handle()) as (handle, _, control):
-                async with MessageQueue.create_from_handle(handle, 0) as reader:
-                    await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
-                    control.refusing = True
-                    control.cut()
-                    async with MessageQueue.create_from_handle(writer.export_handle(), 0) as rival:
-                        with pytest.raises(
-                            TimeoutError, match=r"does not admit it yet: it asks whether .*: rank 0 \(pid"
-                        ):
-                            await rival.wait_until_ready(0.5)
-                        control.refusing = False
-                        with pytest.raises(HandleError, match="rank 0 is taken by pid"):
-                            await rival.wait_until_ready(20)
-                    await writer.enqueue("x", 20)
-                    assert await reader.dequeue(20) == "x"
+        async with through_proxies(remote_timeout=60.0) as (writer, reader, _, control):
+            control.refuse()
+            async with MessageQueue.create_from_handle(writer.export_handle(), 0) as rival:
+                with pytest.raises(TimeoutError, match=r"does not admit it yet: it asks whether .*: rank 0 \(pid"):
+                    await rival.wait_until_ready(0.5)
+                control.refusing = False
+                with pytest.raises(HandleError, match="rank 0 is taken by pid"):
+                    await rival.wait_until_ready(20)
+            await writer.enqueue("x", 20)
+            assert await reader.dequeue(20) == "x"
 
     async def test_one_that_was_replaced_and_comes_back_is_told(self) -> None:
         async with wide_writer(0, 1, remote_timeout=REMOTE_TIMEOUT_S) as writer:
@@ -61,8 +53,7 @@ class TestKilled:
                 async with MessageQueue.create_from_handle(handle, 0, options=patient) as former:
                     await asyncio.gather(writer.wait_until_ready(20), former.wait_until_ready(20))
                     for proxy in (data, control):
-                        proxy.refusing = True
-                        proxy.cut()
+                        proxy.refuse()
                     async with joined(writer, 0) as newcomer:
                         for proxy in (data, control):
                             proxy.refusing = False
@@ -128,11 +119,7 @@ class TestMaxReaders:
         async with wide_writer(0, 1, **options) as writer:
             handle = writer.export_handle()
             async with MessageQueue.create_from_handle(handle, 0) as patient:
-                async with child("idle", handle.to_json(), "1") as doomed:
-                    await writer.wait_until_ready(20)
-                    await becomes(writer, 1, "attached")
-                    doomed.signal(signal.SIGKILL)
-                    await doomed.end()
+                await lose_reader(writer, 1)
                 await becomes(writer, 1, "held" if held else "died")
                 if not held:
                     with pytest.raises(PeerDied):
@@ -141,6 +128,9 @@ class TestMaxReaders:
                     if held:
                         with pytest.raises(HandleError, match=r"rank 1 is taken: pid \d+ has died; its place is held"):
                             await newcomer.wait_until_ready(20)
+                        with pytest.raises(NoPlaceVacant, match="has died; its place is held for a local reader"):
+                            async with joined(writer, far=True):
+                                pass
                     else:
                         await newcomer.wait_until_ready(20)
                     await writer.enqueue("x", 20)

@@ -156,19 +156,16 @@ async def test_a_merged_queue_that_is_silent_is_reported_amid_the_messages_of_ot
                     await asyncio.sleep(0)
 
             tasks = [asyncio.ensure_future(read()), asyncio.ensure_future(write())]
-            blamed: list[str] = []
-            idle: list[str] = []
 
-            def enough() -> bool:
-                texts = [(record.levelno, record.getMessage()) for record in log.records]
-                blamed[:] = [text for level, text in texts if level == logging.WARNING]
-                idle[:] = [text for level, text in texts if level == logging.INFO]
-                return len(blamed) >= 2 and len(idle) >= 2
+            def texts(level: int) -> list[str]:
+                return [record.getMessage() for record in log.records if record.levelno == level]
 
-            await until(enough, "the reports", 15)
+            await until(lambda: min(len(texts(logging.WARNING)), len(texts(logging.INFO))) >= 2, "the reports", 15)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            blamed = texts(logging.WARNING)
+            idle = texts(logging.INFO)
             assert all(f"the writer (pid {hung.pid}) is sleeping, but {HUNG}" in text for text in blamed)
             names = {0: repr(readers[0]), 1: repr(readers[1])}
             assert all((IDLE in text and names[1] in text) or names[0] in text for text in idle)
