@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -20,12 +21,17 @@ from aioshm import MessageQueue, PeerDied, blocking
 from aioshm.process.proc import process_state
 
 
-async def check(writer: MessageQueue, *readers: MessageQueue) -> None:
-    """Let the ends find each other, and pass a few messages."""
-    await asyncio.gather(*(end.wait_until_ready(20) for end in (writer, *readers)))
-    for number in range(10):
-        await writer.enqueue(number, 10)
-        assert [await reader.dequeue(10) for reader in readers] == [number] * len(readers)
+async def check(writer: MessageQueue, ranks: Sequence[int] = (0,), *others: MessageQueue, **own: Any) -> None:
+    """Let new readers of these ranks, and others, find the writer, and pass a few messages."""
+    async with AsyncExitStack() as stack:
+        readers = list(others)
+        for rank in ranks:
+            reader = MessageQueue.create_from_handle(writer.export_handle(), rank, **own)
+            readers.append(await stack.enter_async_context(reader))
+        await asyncio.gather(*(end.wait_until_ready(20) for end in (writer, *readers)))
+        for number in range(10):
+            await writer.enqueue(number, 10)
+            assert [await reader.dequeue(10) for reader in readers] == [number] * len(readers)
 
 
 def pid_of(writer: Any, rank: int) -> int:
@@ -55,8 +61,7 @@ class TestAReaderThatCloses:
                 async with MessageQueue.create_from_handle(handle, 0) as early:
                     with pytest.raises(TimeoutError):
                         await early.wait_until_ready(0.05)
-            async with MessageQueue.create_from_handle(handle, 0) as reader:
-                await check(writer, reader)
+            await check(writer)
 
     @EITHER_PLACE
     async def test_at_any_turn_of_the_loop(self, n_local: int, n_remote: int) -> None:
@@ -76,11 +81,7 @@ class TestAReaderThatCloses:
                         await until(lambda wanted=proven: not wanted or "rank 0" not in missing(writer), "proof")
                         giving_up.cancel()
                 assert [ready.done(), waiting.done()] == [False, False]
-                async with (
-                    MessageQueue.create_from_handle(handle, 0) as one,
-                    MessageQueue.create_from_handle(handle, 2) as last,
-                ):
-                    await check(writer, one, other, last)
+                await check(writer, [0, 2], other)
                 await asyncio.gather(ready, waiting)
 
     @EITHER_PLACE
@@ -105,10 +106,8 @@ class TestAReaderThatDies:
             handle = writer.export_handle()
             async with child("sleep_before_attaching", handle.to_json(), "0") as victim:
                 await victim.says("dialled")
-                victim.signal(signal.SIGKILL)
-                await victim.end()
-            async with MessageQueue.create_from_handle(handle, 0) as reader:
-                await check(writer, reader)
+                await victim.kill()
+            await check(writer)
 
     async def test_once_admitted_is_named_once_and_replaced(self) -> None:
         async with wide_writer(2, 0) as writer:
@@ -116,18 +115,13 @@ class TestAReaderThatDies:
             ready = asyncio.ensure_future(writer.wait_until_ready(60))
             async with child("collect", handle.to_json(), "1") as victim:
                 await until(lambda: pid_of(writer, 1), "admission")
-                victim.signal(signal.SIGKILL)
-                await victim.end()
+                await victim.kill()
             with pytest.raises(PeerDied, match="before all readers were ready") as caught:
                 await ready
             assert (caught.value.rank, caught.value.pid, caught.value.side) == (1, victim.pid, "reader")
             with pytest.raises(TimeoutError, match=rf"rank 0, rank 1 \(pid {victim.pid} has died\)$"):
                 await writer.wait_until_ready(0.05)
-            async with (
-                MessageQueue.create_from_handle(handle, 0) as one,
-                MessageQueue.create_from_handle(handle, 1) as two,
-            ):
-                await check(writer, one, two)
+            await check(writer, [0, 1])
 
     async def test_once_admitted_and_replaced_at_once_is_not_named(self) -> None:
         async with wide_writer(1, 0) as writer:
@@ -136,11 +130,10 @@ class TestAReaderThatDies:
                 await writer.wait_until_ready(0)
             async with child("sleep_before_attaching", handle.to_json(), "0") as victim:
                 await until(lambda: pid_of(writer, 0) == victim.pid, "admission")
-                victim.signal(signal.SIGKILL)
-                await victim.end()
+                await victim.kill()
                 async with MessageQueue.create_from_handle(handle, 0) as reader:
                     await until(lambda: pid_of(writer, 0) not in (0, victim.pid), "the successor's admission")
-                    await check(writer, reader)
+                    await check(writer, [], reader)
 
     async def test_unnoticed_is_noticed_before_all_are_said_to_be_ready(self) -> None:
         """The writer's loop stands still meanwhile."""
@@ -155,8 +148,7 @@ class TestAReaderThatDies:
                 with pytest.raises(PeerDied):
                     await writer.wait_until_ready(20)
                 await victim.end()
-            async with MessageQueue.create_from_handle(handle, 0) as reader:
-                await check(writer, reader)
+            await check(writer)
 
     async def test_on_another_host_makes_way_for_the_next(self) -> None:
         async with wide_writer(0, 1) as writer:
@@ -170,12 +162,10 @@ class TestAReaderThatDies:
                         await until(lambda: missing(writer) == "", "proof")
                     else:
                         await asyncio.sleep(0.5)  # so that its greeting is likely to be there; either is to work
-                    victim.signal(signal.SIGKILL)
-                    await victim.end()
+                    await victim.kill()
                     if when == "once admitted":  # until ZeroMQ knows of the death, all are ready: that is another case
                         await until(lambda: not reaches(writer, 0), "the end of its connection")
-            async with MessageQueue.create_from_handle(handle, 0) as reader:
-                await check(writer, reader)
+            await check(writer)
 
     async def test_on_another_host_is_named_once_if_nobody_comes(self) -> None:
         async with wide_writer(0, 1, remote_timeout=0.3) as writer:
@@ -184,15 +174,11 @@ class TestAReaderThatDies:
                 await writer.wait_until_ready(0)
             async with child("attach_without_data", handle.to_json(), "0") as victim:
                 await until(lambda: pid_of(writer, 0) == victim.pid, "admission")
-                victim.signal(signal.SIGKILL)
-                await victim.end()
+                await victim.kill()
             with pytest.raises(PeerDied) as caught:
                 await writer.wait_until_ready(20)
             assert (caught.value.rank, caught.value.pid) == (0, victim.pid)
-            async with MessageQueue.create_from_handle(
-                handle, 0, options=msgspec.structs.replace(handle.options, remote_timeout=10)
-            ) as reader:
-                await check(writer, reader)
+            await check(writer, options=msgspec.structs.replace(handle.options, remote_timeout=10))
 
 
 def test_a_reader_that_is_forgotten_leaves_its_place_free() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import AsyncExitStack
-
 import pytest
+from merging import asleep, poller_of, queues
 from pairs import attached
 
 from aioshm import merge
@@ -35,14 +33,10 @@ async def test_a_spin_of_either_end_hands_its_cpu_on(crowded: bool) -> None:
 
 async def test_so_does_that_of_a_merge(crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poller_module, "usable_cpus", lambda **_: 1 if crowded else 2)  # both writers are one process
-    async with AsyncExitStack() as stack:
-        pairs = [await stack.enter_async_context(attached(1, wait="park")) for _ in range(2)]
-        merged = await stack.enter_async_context(merge({rank: readers[0] for rank, (_, readers) in enumerate(pairs)}))
-        waiting_for_it = asyncio.ensure_future(anext(merged))
-        while merged._shared.poller is None:
-            await asyncio.sleep(0)
-        poller = merged._shared.poller
-        await pairs[1][0].enqueue("x")
-        assert await waiting_for_it == (1, "x")
+    async with queues(2, wait="park") as (writers, readers), merge(readers) as merged:
+        waiting = await asleep(merged)
+        poller = poller_of(merged)
+        await writers[1].enqueue("x")
+        assert await waiting == (1, "x")
         assert merged._shared.yields is crowded
         assert poller.policy.crowded is crowded

@@ -137,8 +137,9 @@ def test_blocking_ones_hold_each_until_the_next_is_asked_for(remote: bool) -> No
             number, array = next(its)
             assert number == turn
             assert (array == turn).all()
-            with pytest.raises(RoleError, match="wait for itself"):
-                reader.dequeue(20)
+            for call in (reader.dequeue, lambda: reader.dequeue_many(1), lambda: reader.lease().__enter__()):
+                with pytest.raises(RoleError, match="inside of a block that has its slot, and so would wait"):
+                    call()
             del array
             if turn % 3 == 0:
                 its.close()

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from pairs import attached
-from support import until
+from receiving import acquire_read, dequeue, dequeue_many, dequeue_nowait, lease
+from support import raising, until
 
 from aioshm import MessageQueue, QueueEmpty, ReaderEvicted, RoleError
 from aioshm.errors import SharedMemoryError
@@ -91,7 +92,7 @@ async def test_a_loop_that_waits_gives_a_message_up_that_the_writer_waits_for() 
             pass
         waiting = asyncio.ensure_future(_lease(reader))
         await _prolong_respite(reader)
-        await writer.enqueue_many([_array(2, LARGE)] * 3, 10)  # needs every chunk
+        await asyncio.wait_for(writer.enqueue_many([_array(2, LARGE)] * 3), 10)  # needs every chunk
         assert await waiting == 2
         assert (leased == 1).all()
         assert LARGE <= reader.stats().copied_bytes < 1.1 * LARGE
@@ -102,7 +103,7 @@ async def test_a_reader_that_does_nothing_gives_a_message_up_after_its_respite()
         await writer.enqueue(_array(1, LARGE))
         async with reader.lease(5) as leased:
             pass
-        await writer.enqueue_many([_array(2, LARGE)] * 3, 10)  # needs every chunk
+        await asyncio.wait_for(writer.enqueue_many([_array(2, LARGE)] * 3), 10)  # needs every chunk
         assert (leased == 1).all()
 
 
@@ -124,32 +125,15 @@ async def test_a_reader_that_is_dismissed_keeps_what_it_had() -> None:
         assert (leased == 1).all()
 
 
-async def _dequeue(reader: MessageQueue) -> Any:
-    return await reader.dequeue(5)
-
-
-async def _dequeue_many(reader: MessageQueue) -> Any:
-    return (await reader.dequeue_many(1, 5))[0]
-
-
-async def _dequeue_nowait(reader: MessageQueue) -> Any:
-    return reader.dequeue_nowait()
-
-
-async def _acquire_read(reader: MessageQueue) -> Any:
-    async with reader.acquire_read(5) as view:
-        return np.frombuffer(bytes(view[1000:3000]), np.uint8)
-
-
-@pytest.mark.parametrize("call", [_dequeue, _dequeue_many, _dequeue_nowait, _acquire_read])
-async def test_a_lease_is_over_before_the_next_call_reads(call: Callable[[MessageQueue], Awaitable[Any]]) -> None:
+@pytest.mark.parametrize("receive", [dequeue, dequeue_many, dequeue_nowait, acquire_read])
+async def test_a_lease_is_over_before_the_next_call_reads(receive: Callable[..., Awaitable[Any]]) -> None:
     async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
         for number in range(0, 8, 2):
             await writer.enqueue_many([_array(number, LARGE), _array(number + 1, LARGE)])
             async with reader.lease(5) as array:
                 pass
-            got = await call(reader)
-            assert (got[:1000] == (number + 1) % 251).all()
+            got = np.frombuffer(await receive(reader, timeout=5), np.uint8)
+            assert (got[1000:2000] == (number + 1) % 251).all()
             assert writer.stats().backlog == 0
             await writer.enqueue_many([_array(99, LARGE)] * 3, 5)
             assert (array == number % 251).all()
@@ -178,15 +162,12 @@ async def test_closing_leaves_a_copy(size: int, during: bool) -> None:
 async def test_reader_that_closes_without_memory_for_a_held_view_leaves_its_writer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOMEM, "no memory")
-
     async with attached(1, chunks=3, chunk=1 << 20) as (writer, (reader,)):
         await writer.enqueue(_array(1, LARGE), 5)
         async with reader.lease(5) as array:
             pass
         with monkeypatch.context() as patch:
-            patch.setattr(window, "_exchange", refuse)
+            patch.setattr(window, "_exchange", raising(OSError(errno.ENOMEM, "no memory")))
             with pytest.raises(SharedMemoryError, match="no copy of"):
                 await reader.aclose()
         await until(lambda: writer.readers[0].state == "left", "the goodbye")
@@ -202,13 +183,9 @@ async def test_a_task_does_not_wait_for_itself() -> None:
         await writer.enqueue_many(range(4))
         for block in (reader.lease, reader.acquire_read):
             async with block(5):
-                for call in (reader.dequeue, lambda: reader.dequeue_many(2)):
+                for receive in (dequeue, dequeue_many, lease, acquire_read):
                     with pytest.raises(RoleError, match="inside of a block that has its slot"):
-                        await call()
-                for inner in (reader.lease, reader.acquire_read):
-                    with pytest.raises(RoleError, match="inside of a block that has its slot"):
-                        async with inner():
-                            pytest.fail("it went in twice")
+                        await receive(reader)
                 with pytest.raises(QueueEmpty):
                     reader.dequeue_nowait()
                 await writer.enqueue("another end may be used")
@@ -226,14 +203,8 @@ async def test_a_task_does_not_wait_for_itself() -> None:
         assert await reader.dequeue(5) == "goes on"
 
 
-"""Messages: more than two laps of a ring of 3."""
-
-
 async def test_without_mappings_a_lease_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise SharedMemoryError(12, "no window")
-
-    monkeypatch.setattr(Windows, "_open", refuse)
+    monkeypatch.setattr(Windows, "_open", raising(SharedMemoryError(12, "no window")))
     async with attached(1, chunk=1 << 20, chunks=3) as (writer, (reader,)):
         for number in range(7):  # more than two laps
             await writer.enqueue([_array(number, LARGE), "and more"])

@@ -70,18 +70,6 @@ class TestBackpressure:
                 with pytest.raises(QueueFull, match="no slot is free: rank 0"):
                     writer.enqueue_nowait(message)
 
-    @pytest.mark.parametrize("wait", ["park", "spin"])
-    async def test_ends_when_the_chunk_comes_back(self, wait: str) -> None:
-        async with attached(2, **FULL, wait=wait) as (writer, readers):
-            await writer.enqueue_many([b"small"] * 9)
-            sending = asyncio.ensure_future(writer.enqueue_many([b"%d" % number * 2000 for number in range(10)]))
-            for reader in readers:  # one by one: a batch ends with the reader's turn
-                assert [await reader.dequeue(5) for _ in range(9)] == [b"small"] * 9
-            for number in range(10):
-                for reader in readers:
-                    assert await reader.dequeue(5) == b"%d" % number * 2000
-            await asyncio.wait_for(sending, 5)
-
     async def test_the_writer_is_woken_for_the_chunk_and_not_for_a_slot(self) -> None:
         async with attached(1, **FULL, wait="park") as (writer, (reader,)):
             await writer.enqueue_many([b"small"] * 5 + [LARGE, LARGE])
