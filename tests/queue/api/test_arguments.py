@@ -71,19 +71,12 @@ SECONDS_OF: list[tuple[str, int]] = [
 READING = ("dequeue", "dequeue_many", "acquire_read", "lease")
 
 
-async def finish(call: Any) -> None:
-    if isinstance(call, AbstractAsyncContextManager):
-        async with call:
-            pass
-    else:
-        await call
-
-
 async def use(ends: tuple[MessageQueue, list[MessageQueue]], name: str, arguments: int, **named: Any) -> None:
     writer, (reader,) = ends
     first: dict[str, tuple[Any, ...]] = {"enqueue": ("x",), "enqueue_many": (["x"],), "dequeue_many": (1,)}
     end = writer if name.startswith(("enqueue", "acquire_write")) else reader
-    await finish(getattr(end, name)(*first.get(name, ())[:arguments], **named))
+    call = getattr(end, name)(*first.get(name, ())[:arguments], **named)
+    await (call.__aenter__() if isinstance(call, AbstractAsyncContextManager) else call)
 
 
 @pytest.mark.slow_on_uvloop
@@ -140,8 +133,7 @@ def test_waits_of_threads() -> None:
     def call(name: str, **named: Any) -> None:
         result = getattr(reader, name)(*((1,) if name == "dequeue_many" else ()), **named)
         if isinstance(result, AbstractContextManager):
-            with result:
-                pass
+            result.__enter__()
 
     writer = blocking.MessageQueue(1, 1, max_chunk_bytes=100)
     reader = blocking.MessageQueue.create_from_handle(writer.export_handle(), 0)
@@ -271,6 +263,8 @@ async def test_ranks_in_groups(value: Any) -> None:
         await create_from_process_group_single_reader(alone(), 100, 2, value)
     with refused("source_rank", value):
         aioshm.in_the_same_node_as(alone(), value)
+    with pytest.raises(TypeError, match="options must be an Options or None, not 'mine'"):
+        aioshm.in_the_same_node_as(alone(), options="mine")  # type: ignore[arg-type]
 
 
 @bad([5, NAN, TEXT, NUMBERS, None, object()])

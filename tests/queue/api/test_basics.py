@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import random
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from children import child
 from overflowing import BOTH_WAYS
 from pairs import EITHER_PLACE, attached
-from remotes import ready_ends
+from receiving import dequeue, dequeue_many, lease
+from remotes import ready_ends, wide_writer
 from support import bystander, until
 
 from aioshm import (
     CodecError,
+    Handle,
     MessageQueue,
     MessageTooLarge,
+    Options,
     QueueCancelled,
+    QueueClosed,
     RoleError,
 )
 from aioshm.queue.state import YIELD_AFTER_MESSAGES
+from aioshm.ring.segment import orphans
 
 
 async def test_every_reader_gets_every_message_in_order() -> None:
@@ -65,16 +74,8 @@ async def test_the_sender_may_change_its_buffers_at_once(n_local: int, n_remote:
             received[:] = 1  # the caller's own
 
 
-async def one(reader: MessageQueue, **limits: Any) -> list[Any]:
-    return [await reader.dequeue(**limits)]
-
-
-async def many(reader: MessageQueue, **limits: Any) -> list[Any]:
-    return await reader.dequeue_many(3, **limits)
-
-
 @EITHER_PLACE
-@pytest.mark.parametrize("receive", [one, many])
+@pytest.mark.parametrize("receive", [dequeue, dequeue_many, lease])
 async def test_ways_out_of_waiting(receive: Callable[..., Any], n_local: int, n_remote: int) -> None:
     async with ready_ends(n_local, n_remote) as (writer, (reader,)):
         began = time.monotonic()
@@ -94,7 +95,7 @@ async def test_ways_out_of_waiting(receive: Callable[..., Any], n_local: int, n_
             await receive(reader, cancel=cancel)
         await writer.enqueue("there", 0)
         await until(lambda: reader.stats().backlog == 1)
-        assert await receive(reader, timeout=0, cancel=cancel) == ["there"]
+        assert await receive(reader, timeout=0, cancel=cancel) == "there"
 
 
 @pytest.mark.parametrize(("n_local", "n_remote"), [(1, 0), (1, 1)])
@@ -194,9 +195,10 @@ async def test_another_thread(n_local: int, n_remote: int) -> None:
         assert await reader.dequeue_many(5, 5) == ["kept"]
 
 
-@pytest.mark.parametrize("receive", [one, many])
-async def test_sending_implies_waiting_until_ready(receive: Callable[..., Any]) -> None:
-    writer = MessageQueue(1, 1, max_chunk_bytes=4096)
+@EITHER_PLACE
+@pytest.mark.parametrize("receive", [dequeue, dequeue_many])
+async def test_sending_implies_waiting_until_ready(receive: Callable[..., Any], n_local: int, n_remote: int) -> None:
+    writer = wide_writer(n_local, n_remote)
     reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
     async with writer, reader:
         with pytest.raises(RoleError, match="wait_until_ready"):
@@ -204,7 +206,7 @@ async def test_sending_implies_waiting_until_ready(receive: Callable[..., Any]) 
         with pytest.raises(RoleError, match="wait_until_ready"):
             reader.dequeue_nowait()
         _, received = await asyncio.gather(writer.enqueue_many(["hello"], 5), receive(reader, timeout=5))
-        assert received == ["hello"]
+        assert received == "hello"
 
 
 @EITHER_PLACE
@@ -236,3 +238,153 @@ async def test_who_is_missing_is_said() -> None:
             await writer.wait_until_ready(0.01)
         async with MessageQueue.create_from_handle(writer.export_handle(), 1) as second:
             await asyncio.gather(*(end.wait_until_ready(10) for end in (writer, reader, second)))
+
+
+# Traffic
+
+
+@pytest.mark.one_loop
+async def test_four_processes_receive_everything() -> None:
+    rng = random.Random(0)
+    async with wide_writer(4, 0, chunk=128 * 1024, chunks=10) as writer, AsyncExitStack() as stack:
+        handle = writer.export_handle().to_json()
+        readers = [await stack.enter_async_context(child("collect", handle, str(rank))) for rank in range(4)]
+        await writer.wait_until_ready(30)
+        for number in range(500):
+            size = rng.randrange(80_000) if number % 100 else 200_000  # every 100th overflows
+            await writer.enqueue((number, bytearray([number % 256]) * size), 20)
+            if rng.random() < 0.01:
+                await asyncio.sleep(rng.random() * 0.005)
+        assert writer.stats().overflows == 5
+        await writer.aclose()
+        for reader in readers:
+            await reader.says("ready")
+            await reader.says("500 then closed")
+
+
+@pytest.mark.parametrize("wait", ["park", "adaptive"])
+async def test_a_parking_reader_wakes_for_every_message(wait: str) -> None:
+    """150 pairs, the second message sent at every moment around the reader's parking."""
+    rng = random.Random(8)
+    async with attached(1, wait=wait) as (writer, (reader,)):
+        received = []
+
+        async def receive() -> None:
+            async for number in reader:
+                received.append(number)
+
+        receiving = asyncio.ensure_future(receive())
+        for pair in range(150):
+            await writer.enqueue(2 * pair)
+            for _ in range(rng.randrange(5)):
+                await asyncio.sleep(0)
+            await asyncio.wait_for(writer.enqueue(2 * pair + 1), 5)
+            async with asyncio.timeout(5):
+                while len(received) < 2 * pair + 2:
+                    await asyncio.sleep(0)
+        await writer.aclose()
+        await receiving
+        assert received == list(range(300))
+
+
+async def test_a_named_segment_loses_its_name_once_all_have_attached() -> None:
+    async with attached(1, backing="named") as (writer, (reader,)):
+        name = writer.export_handle().segment
+        assert name is not None
+        assert name not in orphans()
+        assert not (Path("/dev/shm") / name).exists()
+        await writer.enqueue("x")
+        assert await reader.dequeue(5) == "x"
+
+
+# Calls of subclasses
+
+
+class Shouting(MessageQueue[Any]):
+    """Has calls of its own."""
+
+    async def enqueue(self, obj: Any, timeout: float | None = None) -> None:
+        await super().enqueue(obj.upper(), timeout)
+
+    async def dequeue(self, *args: Any, **kwargs: Any) -> Any:
+        return await super().dequeue(*args, **kwargs) + "!"
+
+
+async def test_what_a_subclass_has_to_say() -> None:
+    writer = Shouting(1, 1)
+    reader = Shouting.create_from_handle(writer.export_handle(), 0)
+    async with writer, reader:
+        await asyncio.gather(writer.wait_until_ready(30), reader.wait_until_ready(30))
+        await writer.enqueue("ha")
+        assert await reader.dequeue(timeout=30) == "HA!"
+        await writer.broadcast_object("oh")
+        assert await reader.broadcast_object() == "OH!"
+
+
+async def test_iterating_over_what_a_subclass_or_an_observer_receives() -> None:
+    async with MessageQueue(1, 1) as writer, Shouting.create_from_handle(writer.export_handle(), 0) as reader:
+        await asyncio.gather(writer.wait_until_ready(30), reader.wait_until_ready(30))
+        await writer.enqueue_many("abc")
+        assert [await anext(aiter(reader)) for _ in "abc"] == ["a!", "b!", "c!"]
+    async with attached() as (writer, [observed]):
+        await writer.enqueue_many("ab")
+        dequeue, seen = observed.dequeue, []
+
+        async def watched() -> Any:
+            seen.append(obj := await dequeue())
+            return obj
+
+        observed.dequeue = watched  # type: ignore[method-assign,assignment]
+        assert [await anext(aiter(observed)) for _ in "ab"] == seen == ["a", "b"]
+
+
+# No readers
+
+
+SIZES: dict[str, Any] = {"max_chunk_bytes": 4096, "max_chunks": 4, "slots": 4}
+
+
+class TestAQueueWithoutReaders:
+    @pytest.mark.parametrize("codec", ["pickle", "msgpack", "raw"])
+    async def test_takes_any_number_of_messages_of_any_size(self, codec: str) -> None:
+        async with MessageQueue(0, 0, **SIZES, codec=codec) as writer:
+            for size in (0, 10, 5000, 3_000_000):
+                await writer.enqueue(bytes(size), 0)
+                writer.enqueue_nowait(bytes(size))
+                assert await writer.broadcast_object(bytes(size)) == bytes(size)
+            await writer.enqueue_many([b"x"] * 100, 0)
+            for _ in range(20):
+                async with writer.acquire_write(0) as chunk:
+                    assert len(chunk) == 4096
+                    chunk[:2] = b"hi"
+            stats = writer.stats()
+            assert (stats.messages, stats.backlog, stats.overflows) == (132, 0, 0)
+
+    async def test_starves_nobody(self) -> None:
+        async with MessageQueue(0, 0, **SIZES) as writer, bystander() as other:
+            for number in range(10_000):
+                await writer.enqueue(number)
+            assert other.turns >= 10_000 // YIELD_AFTER_MESSAGES
+
+    async def test_refuses_what_any_queue_refuses(self) -> None:
+        async with MessageQueue(0, 0, **SIZES, codec="msgpack") as writer:
+            with pytest.raises(CodecError):
+                await writer.enqueue(object())
+            with pytest.raises(CodecError):
+                await writer.enqueue_many([1, object()])
+            assert writer.stats().messages == 0
+            with pytest.raises(RoleError):
+                await writer.dequeue()
+        with pytest.raises(QueueClosed):
+            await writer.enqueue(1)
+
+    @pytest.mark.parametrize("lifeline", ["abstract", "directory"])
+    async def test_has_a_handle_that_admits_nobody(self, lifeline: Any) -> None:
+        async with MessageQueue(0, 0, **SIZES, options=Options(lifeline=lifeline)) as writer:
+            await writer.wait_until_ready(0)
+            assert writer.stats().ready
+            handle = Handle.from_json(writer.export_handle().to_json())
+            assert (handle.n_reader, handle.local_reader_ranks, handle.remote) == (0, (), None)
+            with pytest.raises(ValueError, match="the queue has none; not 0"):
+                MessageQueue.create_from_handle(handle, 0)
+            await writer.enqueue("on")

@@ -1,18 +1,24 @@
-"""Closing ends whose event loop is closed, has stopped, or runs in another thread."""
+"""Ends and their owners: the loop, the thread and the process; closing ends whose loop is closed or has stopped."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 from faces import Thread
+from overflowing import BOTH_WAYS, sockets_of_zeromq
+from pairs import EITHER_PLACE, attached
 from remotes import wide_writer
+from support import eventually, forked, until
 
-from aioshm import MessageQueue, QueueClosed, RoleError
+from aioshm import MessageQueue, QueueClosed, RoleError, blocking
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.SelectorEventLoop, uvloop.new_event_loop]
 NEW_LOOP = pytest.mark.parametrize("new_loop", LOOPS, ids=["asyncio", "uvloop"])
@@ -57,21 +63,13 @@ async def wait(ends: Ends) -> None:
             await asyncio.sleep(0)
 
 
-CASES = [
-    pytest.param(
-        use, writer_first, *place, id=f"{use.__name__}-{'writer' if writer_first else 'readers'} first-{place}"
-    )
-    for use, writer_first in ((nothing, True), (begin, True), (talk, False), (wait, False))
-    for place in ((1, 0), (0, 1))
-]
-
-
 @pytest.mark.usefixtures("short_goodbye")
 @pytest.mark.slow_on_uvloop
 @NEW_LOOP
-@pytest.mark.parametrize(("use", "writer_first", "n_local", "n_remote"), CASES)
+@EITHER_PLACE
+@pytest.mark.parametrize("use", [nothing, begin, talk, wait])
 def test_it_closes_on_another_loop_once_its_own_is_closed(
-    new_loop: Callable[[], asyncio.AbstractEventLoop], use: Any, writer_first: bool, n_local: int, n_remote: int
+    new_loop: Callable[[], asyncio.AbstractEventLoop], use: Any, n_local: int, n_remote: int
 ) -> None:
     threads = threading.active_count()
     ends = make(n_local, n_remote)
@@ -80,7 +78,7 @@ def test_it_closes_on_another_loop_once_its_own_is_closed(
     first.close()
     writer, readers = ends
     second = new_loop()
-    for end in [writer, *readers] if writer_first else [*readers, writer]:
+    for end in [writer, *readers] if use in (nothing, begin) else [*readers, writer]:
         for _ in range(2):
             second.run_until_complete(asyncio.wait_for(end.aclose(), 20))
         with pytest.raises((QueueClosed, RoleError)):
@@ -113,23 +111,17 @@ class LoopThread:
 
 
 @pytest.fixture
-def elsewhere() -> Any:
-    threads: list[LoopThread] = []
-
-    def new() -> LoopThread:
-        threads.append(LoopThread(type(asyncio.get_running_loop())))
-        return threads[-1]
-
-    yield new
-    for thread in threads:
-        thread.close()
+async def there() -> AsyncIterator[LoopThread]:
+    thread = LoopThread(type(asyncio.get_running_loop()))
+    yield thread
+    thread.close()
 
 
 def new_writer(remote: bool) -> MessageQueue:
     return wide_writer(1 - remote, int(remote), remote_timeout=5, connect_ip="127.0.0.1")
 
 
-async def attached(writer: MessageQueue, there: LoopThread) -> MessageQueue:
+async def reader_of(writer: MessageQueue, there: LoopThread) -> MessageQueue:
     """Return the reader, which belongs to the other loop."""
     reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
     ready = asyncio.run_coroutine_threadsafe(reader.wait_until_ready(20), there.loop)
@@ -139,10 +131,9 @@ async def attached(writer: MessageQueue, there: LoopThread) -> MessageQueue:
 
 
 @pytest.mark.parametrize("remote", [False, True])
-async def test_end_whose_loop_runs_in_another_thread_is_closed_there(elsewhere: Any, remote: bool) -> None:
-    there = elsewhere()
+async def test_end_whose_loop_runs_in_another_thread_is_closed_there(there: LoopThread, remote: bool) -> None:
     async with new_writer(remote) as writer:
-        reader = await attached(writer, there)
+        reader = await reader_of(writer, there)
         with pytest.raises(RoleError, match="belongs to another thread"):
             await reader.aclose()
         waiting = asyncio.run_coroutine_threadsafe(reader.dequeue(), there.loop)
@@ -153,10 +144,9 @@ async def test_end_whose_loop_runs_in_another_thread_is_closed_there(elsewhere: 
         await reader.aclose()
 
 
-async def test_while_its_loop_has_stopped(elsewhere: Any) -> None:
-    there = elsewhere()
+async def test_while_its_loop_has_stopped(there: LoopThread) -> None:
     async with new_writer(False) as writer:
-        reader = await attached(writer, there)
+        reader = await reader_of(writer, there)
         waiting = asyncio.run_coroutine_threadsafe(reader.dequeue(), there.loop)
         await asyncio.to_thread(there.run, asyncio.sleep(0.01))
         await asyncio.to_thread(there.stop)
@@ -170,9 +160,8 @@ async def test_while_its_loop_has_stopped(elsewhere: Any) -> None:
 
 
 async def test_remote_writer_whose_loop_has_stopped_waits_for_a_silent_reader_for_remote_timeout(
-    elsewhere: Any,
+    there: LoopThread,
 ) -> None:
-    there = elsewhere()
     writer = wide_writer(0, 1, remote_timeout=1.0, connect_ip="127.0.0.1")
     async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
         ready = asyncio.ensure_future(reader.wait_until_ready(20))
@@ -183,3 +172,87 @@ async def test_remote_writer_whose_loop_has_stopped_waits_for_a_silent_reader_fo
         reader.end.source.receive_control = lambda _: None  # type: ignore[union-attr]  # as if its loop were held up
         await asyncio.wait_for(writer.aclose(), 10)
         assert writer.end.state.dismantled
+
+
+# Others than the owner, and ends that nobody closes
+
+
+def test_another_loop_is_refused() -> None:
+    async def use(writer: MessageQueue, reader: MessageQueue) -> None:
+        with pytest.raises(RoleError, match="event loop"):
+            await writer.enqueue(1)
+        with pytest.raises(RoleError, match="event loop"):
+            await reader.dequeue(1)
+        with pytest.raises(RoleError, match="event loop"):
+            reader.dequeue_nowait()
+
+    ends = attached()
+    with asyncio.Runner() as runner:
+        writer, (reader,) = runner.run(ends.__aenter__())
+        asyncio.run(use(writer, reader))
+        asyncio.set_event_loop(runner.get_loop())
+        runner.run(ends.__aexit__(None, None, None))
+    asyncio.set_event_loop(None)
+
+
+async def test_a_forked_child_is_refused_and_does_not_hide_a_death() -> None:
+    def is_refused(reader: MessageQueue) -> bool:
+        with pytest.raises(RoleError, match="forked"):
+            reader.dequeue_nowait()
+        return True
+
+    async with attached() as (writer, (reader,)):
+        await writer.enqueue("kept")
+        child_is_refused = forked(is_refused, reader)
+        assert await reader.dequeue(5) == "kept"
+        await writer.aclose()
+        with pytest.raises(QueueClosed):
+            await reader.dequeue(5)  # although the child still has the writer's sockets
+        assert child_is_refused()
+
+
+@EITHER_PLACE
+@pytest.mark.parametrize(
+    ("face", "ready"), [(MessageQueue, False), (MessageQueue, True), (blocking.MessageQueue, False)]
+)
+def test_a_forgotten_end_warns_and_leaks_nothing(face: Any, ready: bool, n_local: int, n_remote: int) -> None:
+    def resources() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    async def attach(*ends: MessageQueue) -> None:
+        await asyncio.gather(*(end.wait_until_ready(10) for end in ends))
+
+    before = resources()
+    writer = face(1, n_local, connect_ip="127.0.0.1", max_chunk_bytes=4096)
+    reader = face.create_from_handle(writer.export_handle(), 0)
+    if ready:
+        asyncio.run(attach(writer, reader))
+    kind = "local" if n_local else "remote"
+    with pytest.warns(ResourceWarning, match=f"{kind} reader of queue .* was not closed"):
+        del reader
+        gc.collect()
+    with pytest.warns(ResourceWarning, match="writer of queue .* was not closed"):
+        del writer
+        gc.collect()
+    eventually(lambda: resources() == before, "the end of all that they had")
+
+
+@BOTH_WAYS
+async def test_queues_again_and_again_leak_nothing(way: str) -> None:
+    async def once() -> None:
+        async with attached(2, overflow=way) as (writer, readers):
+            await writer.enqueue_many([1, b"x" * 10_000, b"unread" * 10_000])
+            for reader in readers:
+                assert await reader.dequeue(5) == 1
+                assert len(await reader.dequeue(5)) == 10_000
+
+    def resources() -> tuple[int, ...]:
+        maps = Path("/proc/self/maps").read_text().count("memfd:aioshm")
+        return sockets_of_zeromq(), len(os.listdir("/proc/self/fd")), threading.active_count(), maps
+
+    await once()
+    before = resources()
+    for _ in range(5):
+        await once()
+    await until(lambda: resources() == before, "the end of all that they had")

@@ -14,16 +14,17 @@ from children import child
 from remotes import ready_ends, wide_writer
 from support import eventually, until
 
-from aioshm import Handle, HandleError, MessageQueue, Options, PeerDied, QueueClosed, QueueFull
+from aioshm import Handle, MessageQueue, Options, PeerDied, QueueClosed, QueueFull
 from aioshm.ring.layout import PREAMBLE
 from aioshm.ring.segment import remove_orphan
 
 pytestmark = pytest.mark.slow_on_uvloop
 
 
-@pytest.mark.parametrize("role", ["hold", "idle"])
-async def test_a_killed_reader_is_named_to_a_waiting_writer(role: str) -> None:
-    async with wide_writer(1, 0) as writer, child(role, writer.export_handle().to_json(), "0") as reader:
+@pytest.mark.parametrize(("role", "n_remote"), [("hold", 0), ("idle", 0), ("idle", 1)])
+async def test_a_killed_reader_is_named_to_a_waiting_writer(role: str, n_remote: int) -> None:
+    writer = wide_writer(1 - n_remote, n_remote, remote_timeout=0.8, remote_window=4)
+    async with writer, child(role, writer.export_handle().to_json(), "0") as reader:
         await writer.wait_until_ready(20)
         await reader.says("ready")
         if role == "hold":
@@ -42,6 +43,7 @@ async def test_a_killed_reader_is_named_to_a_waiting_writer(role: str) -> None:
             await writer.enqueue("and again")
         with pytest.raises(PeerDied):
             writer.enqueue_nowait("and again")
+        assert writer.stats().kept == 0
 
 
 async def test_no_call_goes_on_in_the_room_that_a_death_makes() -> None:
@@ -125,8 +127,7 @@ async def test_a_killed_writer_lets_readers_drain(size: int) -> None:
         await reader.wait_until_ready(20)
         await writer.says("written")
         await until(lambda: reader.stats().backlog == 5, "the arrival of all messages")
-        writer.signal(signal.SIGKILL)
-        await writer.end()
+        await writer.kill()
         began = time.monotonic()
         for number in range(5):
             assert await reader.dequeue(5) == (number, bytes([number]) * size)
@@ -154,18 +155,6 @@ async def test_a_killed_writer_ends_a_waiting_dequeue(wait: str) -> None:
             with pytest.raises(PeerDied):
                 await waiting
             assert time.monotonic() - began < 5
-
-
-async def test_a_writer_killed_before_it_answers() -> None:
-    async with child("write", "0", "0") as writer:
-        handle = await writer.says("{")
-        writer.signal(signal.SIGSTOP)
-        async with MessageQueue.create_from_handle(handle, 0) as reader:
-            waiting = asyncio.ensure_future(reader.wait_until_ready())
-            await asyncio.sleep(0.05)
-            writer.signal(signal.SIGKILL)
-            with pytest.raises((PeerDied, HandleError)):
-                await asyncio.wait_for(waiting, 5)
 
 
 async def test_a_stopped_reader_is_reported_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -215,8 +204,7 @@ async def test_killing_the_whole_tree_leaves_nothing(monkeypatch: pytest.MonkeyP
             handle = await writer.says("{")
             queues.append(Handle.from_json(handle).queue_id)
             if not attaches:
-                writer.signal(signal.SIGKILL)
-                await writer.end()
+                await writer.kill()
                 continue
             async with child("collect", handle, "0") as reader:
                 if ready:

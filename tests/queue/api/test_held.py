@@ -11,10 +11,10 @@ import pytest
 from children import child
 from pairs import EITHER_PLACE
 from remotes import wide_writer
-from replacing import becomes, bereaved, joined, received
+from replacing import becomes, bereaved, joined, lose_reader, received
 from support import cancelled_after, until
 
-from aioshm import EndClosed, MessageQueue, NoPlaceVacant, Options, QueueFull, ReaderDied, ReaderJoined
+from aioshm import EndClosed, MessageQueue, Options, QueueFull, ReaderDied, ReaderJoined
 from aioshm.queue.local import readers as local_readers
 
 pytestmark = pytest.mark.slow_on_uvloop
@@ -51,7 +51,7 @@ async def test_killed_under_traffic_and_replaced() -> None:
                     done = kill == KILLS
                     run += map(int, await reader.rest())
                     if kill < KILLS:  # it may outlive the signal
-                        await until(lambda: writer.readers[1].state == "held", "its death")
+                        await becomes(writer, 1, "held")
                 assert run == list(range(run[0], run[-1] + 1)), "a hole within what one received"
                 numbers += run
             await asyncio.wait_for(sending, 60)
@@ -63,7 +63,10 @@ async def test_killed_under_traffic_and_replaced() -> None:
 
 
 @EITHER_PLACE
-async def test_the_writer_waits_and_says_for_whom(n_local: int, n_remote: int) -> None:
+@pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "dismissed"])
+async def test_the_writer_waits_and_says_for_whom_until_the_place_is_taken_or_given_up(
+    n_local: int, n_remote: int, replaced: bool
+) -> None:
     options = {"on_reader_death": "hold", "chunks": 4, "remote_window": 4}
     async with bereaved(n_local, n_remote, **options) as (writer, patient, pid):
         changes = writer.membership(20)
@@ -81,12 +84,20 @@ async def test_the_writer_waits_and_says_for_whom(n_local: int, n_remote: int) -
         (info,) = [info for info in writer.readers if info.rank == 1]
         assert (info.state, info.pid, info.read, info.lag) == ("held", pid, 0, 4)
         waiting = asyncio.ensure_future(writer.enqueue(4))
-        async with MessageQueue.create_from_handle(writer.export_handle(), history=2) as heir:
-            assert await received(heir, 4) == list(range(4)), "what it had not taken, all of it"
+        if replaced:
+            async with MessageQueue.create_from_handle(writer.export_handle(), history=2) as heir:
+                assert await received(heir, 4) == list(range(4)), "what it had not taken, all of it"
+                await asyncio.wait_for(waiting, 20)
+                assert await heir.dequeue(20) == await patient.dequeue(20) == 4
+                assert heir.stats().rank == 1
+                assert await anext(changes) == ReaderJoined(1, os.getpid(), 0)
+        else:
+            writer.dismiss(1)
             await asyncio.wait_for(waiting, 20)
-            assert await heir.dequeue(20) == await patient.dequeue(20) == 4
-            assert heir.stats().rank == 1
-            assert await anext(changes) == ReaderJoined(1, os.getpid(), 0)
+            assert await patient.dequeue(20) == 4
+            async with joined(writer, 1) as newcomer:
+                await writer.enqueue(5, 20)
+                assert await newcomer.dequeue(20) == 5, "from the present on"
 
 
 @pytest.mark.parametrize("what", ["hold", "lease"])
@@ -101,24 +112,6 @@ async def test_what_it_had_in_hands_comes_again(what: str) -> None:
             await doomed.says({"hold": "holding", "lease": "leasing"}[what])
         async with MessageQueue.create_from_handle(handle, 0) as heir:
             assert [(await heir.dequeue(20))[0] for _ in range(2)] == [0, 1]
-
-
-@EITHER_PLACE
-async def test_a_held_place_is_given_up(n_local: int, n_remote: int) -> None:
-    options = {"on_reader_death": "hold", "chunks": 4, "remote_window": 4}
-    async with bereaved(n_local, n_remote, **options) as (writer, patient, _):
-        for number in range(4):
-            await writer.enqueue(number, 20)
-            assert await patient.dequeue(20) == number
-        waiting = asyncio.ensure_future(writer.enqueue(4))
-        await becomes(writer, 1, "held")
-        assert not waiting.done()
-        writer.dismiss(1)
-        await asyncio.wait_for(waiting, 20)
-        assert await patient.dequeue(20) == 4
-        async with joined(writer, 1) as newcomer:
-            await writer.enqueue(5, 20)
-            assert await newcomer.dequeue(20) == 5, "from the present on"
 
 
 @EITHER_PLACE
@@ -137,31 +130,15 @@ async def test_an_heir_that_goes_before_it_has_anything_leaves_it_held(n_local: 
             assert await heir.dequeue(20) == "kept"
 
 
-async def test_held_place_of_a_local_reader_is_kept_from_remote_ones() -> None:
-    async with wide_writer(0, 0, max_readers=1, on_reader_death="hold", connect_ip="127.0.0.1") as writer:
-        await writer.wait_until_ready(20)
-        async with child("idle", writer.export_handle().to_json(), "0") as doomed:
-            await becomes(writer, 0, "attached")
-            doomed.signal(signal.SIGKILL)
-            await doomed.end()
-        await becomes(writer, 0, "held")
-        with pytest.raises(NoPlaceVacant, match="has died; its place is held for a local reader"):
-            async with joined(writer, far=True):
-                pass
-
-
 class TestClosing:
     """A writer that closes waits for who is to have what it keeps."""
 
     @staticmethod
     async def bereave(writer: MessageQueue) -> int:
         """Kill the only reader, for which two messages are kept then; return its pid."""
-        async with child("idle", writer.export_handle().to_json(), "0") as doomed:
-            await writer.enqueue_many([0, "large" * 5000], 20)
-            doomed.signal(signal.SIGKILL)
-            await doomed.end()
-        await until(lambda: writer.readers[0].state == "held", "its death")
-        return doomed.pid
+        pid = await lose_reader(writer, unread=[0, "large" * 5000])
+        await becomes(writer, 0, "held")
+        return pid
 
     @EITHER_PLACE
     async def test_a_replacement_comes(self, n_local: int, n_remote: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -194,11 +171,8 @@ class TestClosing:
 
     async def test_nothing_is_waited_for_where_all_was_read(self, caplog: pytest.LogCaptureFixture) -> None:
         async with wide_writer(1, 0, on_reader_death="hold", linger_s=60.0) as writer:
-            async with child("idle", writer.export_handle().to_json(), "0") as doomed:
-                await writer.wait_until_ready(20)
-                doomed.signal(signal.SIGKILL)
-                await doomed.end()
-            await until(lambda: writer.readers[0].state == "held", "its death")
+            await lose_reader(writer)
+            await becomes(writer, 0, "held")
             await asyncio.wait_for(writer.aclose(), 20)
         assert "replacement of" not in caplog.text
 

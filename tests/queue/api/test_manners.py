@@ -66,38 +66,35 @@ class TestAWriterThatWasClosed:
                 await reader.dequeue(20)
 
 
-class TestAQueueInsteadOfItsHandle:
-    async def test_is_refused_with_what_to_pass_on(self) -> None:
-        copying: list[Callable[[Any], Any]] = [pickle.dumps, copy.copy, copy.deepcopy, ForkingPickler.dumps]
-        async with ready_ends(1, 0) as (writer, (reader,)):
-            for pass_on in copying:
-                with pytest.raises(TypeError, match=r"<writer of .*> belongs to this process .* export_handle\(\)"):
-                    pass_on(writer)
-                with pytest.raises(TypeError, match="pass on the handle that it was made from"):
-                    pass_on(reader)
-            await writer.enqueue("still there", 20)
-            assert await reader.dequeue(20) == "still there"
+async def test_queue_instead_of_its_handle_is_refused_with_what_to_pass_on() -> None:
+    copying: list[Callable[[Any], Any]] = [pickle.dumps, copy.copy, copy.deepcopy, ForkingPickler.dumps]
+    async with ready_ends(1, 0) as (writer, (reader,)):
+        for pass_on in copying:
+            with pytest.raises(TypeError, match=r"<writer of .*> belongs to this process .* export_handle\(\)"):
+                pass_on(writer)
+            with pytest.raises(TypeError, match="pass on the handle that it was made from"):
+                pass_on(reader)
+        await writer.enqueue("still there", 20)
+        assert await reader.dequeue(20) == "still there"
 
 
-class TestARankThatIsTaken:
-    """Who has it is named, and whether that process lives."""
+async def refusal(handle: Handle) -> str:
+    async with MessageQueue.create_from_handle(handle, 0) as second:
+        with pytest.raises(HandleError, match="rank 0 is") as caught:
+            await second.wait_until_ready(20)
+    return str(caught.value)
 
-    async def refusal(self, handle: Handle) -> str:
-        async with MessageQueue.create_from_handle(handle, 0) as second:
-            with pytest.raises(HandleError, match="rank 0 is") as caught:
+
+async def test_rank_that_is_taken_is_refused_naming_who_has_it() -> None:
+    async with wide_writer(2, 0, on_reader_death="evict") as writer:
+        handle = writer.export_handle()
+        async with child("idle", handle.to_json(), "0") as first, MessageQueue.create_from_handle(handle, 1):
+            await writer.wait_until_ready(20)
+            assert re.search(rf"is taken by pid {first.pid}, which lives \(\w", await refusal(handle))
+            first.signal(signal.SIGSTOP)
+            await until(lambda: process_state(first.pid) == "stopped")
+            assert f"is taken by pid {first.pid}, which lives (stopped)" in await refusal(handle)
+            first.signal(signal.SIGKILL)
+            await until(lambda: writer.stats().readers == 1, "its death")
+            async with MessageQueue.create_from_handle(handle, 0) as second:
                 await second.wait_until_ready(20)
-        return str(caught.value)
-
-    async def test_by_a_local_reader(self) -> None:
-        async with wide_writer(2, 0, on_reader_death="evict") as writer:
-            handle = writer.export_handle()
-            async with child("idle", handle.to_json(), "0") as first, MessageQueue.create_from_handle(handle, 1):
-                await writer.wait_until_ready(20)
-                assert re.search(rf"is taken by pid {first.pid}, which lives \(\w", await self.refusal(handle))
-                first.signal(signal.SIGSTOP)
-                await until(lambda: process_state(first.pid) == "stopped")
-                assert f"is taken by pid {first.pid}, which lives (stopped)" in await self.refusal(handle)
-                first.signal(signal.SIGKILL)
-                await until(lambda: writer.stats().readers == 1, "its death")
-                async with MessageQueue.create_from_handle(handle, 0) as second:
-                    await second.wait_until_ready(20)

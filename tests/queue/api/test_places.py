@@ -77,22 +77,6 @@ class TestReplaced:
                 info = writer.readers[1]
                 assert (info.rank, info.pid, info.host, info.state) == (1, os.getpid(), platform.node(), "attached")
 
-    async def test_after_it_was_killed(self) -> None:
-        async with wide_writer(2, 0, on_reader_death="evict") as writer:
-            handle = writer.export_handle()
-            async with MessageQueue.create_from_handle(handle, 0) as patient:
-                async with child("lease", handle.to_json(), "1") as doomed:
-                    await writer.enqueue(0, 20)
-                    await doomed.says("ready")
-                    await doomed.says("leasing")
-                for number in range(1, 9):
-                    assert await patient.dequeue(20) == number - 1
-                    await writer.enqueue(number, 20)
-                async with joined(writer, 1) as newcomer:
-                    await writer.enqueue(9, 20)
-                    assert await newcomer.dequeue(20) == 9
-                    assert await received(patient, 2) == [8, 9]
-
     @pytest.mark.parametrize("overflow", ["segments", "zmq"])
     async def test_what_does_not_fit_a_chunk_reaches_it(self, overflow: Any) -> None:
         async with ready_ends(2, 0, overflow=overflow) as (writer, (patient, leaver)):
@@ -118,19 +102,6 @@ class TestReplaced:
                     room[:] = b"x"
                     assert newcomer.stats().messages == 0, "its first message is this one"
             assert bytes(await patient.dequeue(20)) == b"x"
-
-    @EITHER_PLACE
-    async def test_its_place_is_its_own(self, n_local: int, n_remote: int) -> None:
-        async with ready_ends(n_local, n_remote) as (writer, (reader,)):
-            owner = f"by pid {os.getpid()}" + (" on .*" if n_remote else "")
-            with pytest.raises(HandleError, match=f"rank 0 is taken {owner}, which lives"):
-                async with joined(writer, 0):
-                    pass
-            with pytest.raises(NoPlaceVacant, match=f"no place is vacant: rank 0 {owner}"):
-                async with joined(writer):
-                    pass
-            await writer.enqueue("x", 20)
-            assert await reader.dequeue(20) == "x"
 
     def test_on_the_blocking_face(self) -> None:
         with blocking.MessageQueue(1) as writer:
@@ -167,27 +138,24 @@ class TestReplaced:
         assert writer.readers == ()
 
 
-class TestRaise:
-    """The error ends when somebody takes the place, or it is dismissed."""
-
-    @pytest.mark.slow_on_uvloop
-    @EITHER_PLACE
-    @pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "dismissed"])
-    async def test_the_error_ends(self, n_local: int, n_remote: int, replaced: bool) -> None:
-        async with bereaved(n_local, n_remote) as (writer, patient, pid), AsyncExitStack() as stack:
-            await becomes(writer, 1, "died")
-            for _ in range(2):
-                with pytest.raises(PeerDied, match=str(pid)) as caught:
-                    await writer.enqueue("x", 20)
-                assert caught.value.rank == 1
-            readers = [patient]
-            if replaced:
-                readers.append(await stack.enter_async_context(joined(writer, 1)))
-            else:
-                writer.dismiss(1)
-            for number in range(9):
-                await writer.enqueue(number, 20)
-                assert [await reader.dequeue(20) for reader in readers] == [number] * len(readers)
+@pytest.mark.slow_on_uvloop
+@EITHER_PLACE
+@pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "dismissed"])
+async def test_error_of_a_death_ends_when_the_reader_is_replaced(n_local: int, n_remote: int, replaced: bool) -> None:
+    async with bereaved(n_local, n_remote) as (writer, patient, pid), AsyncExitStack() as stack:
+        await becomes(writer, 1, "died")
+        for _ in range(2):
+            with pytest.raises(PeerDied, match=str(pid)) as caught:
+                await writer.enqueue("x", 20)
+            assert caught.value.rank == 1
+        readers = [patient]
+        if replaced:
+            readers.append(await stack.enter_async_context(joined(writer, 1)))
+        else:
+            writer.dismiss(1)
+        for number in range(9):
+            await writer.enqueue(number, 20)
+            assert [await reader.dequeue(20) for reader in readers] == [number] * len(readers)
 
 
 class TestDismiss:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from children import child
+from pairs import attached
 from remotes import wide_writer
+from replacing import becomes, lose_reader
 from support import until
 
 from aioshm import MessageQueue, MessagesLost, Options, PeerClosed, QueueFull, ReaderEvicted
@@ -72,19 +72,17 @@ class TestSkip:
             assert writer.stats().readers == 2
 
     async def test_raw_slots(self) -> None:
-        async with wide_writer(1, 0, chunks=CHUNKS, slow_reader="skip") as writer:
-            async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-                await writer.wait_until_ready(20)
-                for number in range(10):
-                    async with writer.acquire_write(20) as chunk:
-                        chunk[:1] = bytes([number])
-                with pytest.raises(MessagesLost, match="messages 0 to 5 are lost: this reader was too slow"):
-                    await reader.dequeue(20)
-                async with reader.acquire_read(20) as raw:
-                    assert (raw[0], len(raw), raw.readonly) == (6, 4096, True)
-                async with reader.lease(20) as raw:
-                    assert (raw[0], raw.readonly) == (7, True)
-                assert [(await reader.dequeue(20))[0] for _ in range(2)] == [8, 9]
+        async with attached(chunks=CHUNKS, slow_reader="skip") as (writer, (reader,)):
+            for number in range(10):
+                async with writer.acquire_write(20) as chunk:
+                    chunk[:1] = bytes([number])
+            with pytest.raises(MessagesLost, match="messages 0 to 5 are lost: this reader was too slow"):
+                await reader.dequeue(20)
+            async with reader.acquire_read(20) as raw:
+                assert (raw[0], len(raw), raw.readonly) == (6, 4096, True)
+            async with reader.lease(20) as raw:
+                assert (raw[0], raw.readonly) == (7, True)
+            assert [(await reader.dequeue(20))[0] for _ in range(2)] == [8, 9]
 
     @pytest.mark.parametrize("size", [3000, 50_000])
     async def test_a_lease_holds_nobody_up_and_stays_what_it_is(self, size: int) -> None:
@@ -102,19 +100,17 @@ class TestSkip:
     async def test_message_that_is_overwritten_while_it_is_copied_is_lost(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with wide_writer(1, 0, chunks=CHUNKS, slow_reader="skip") as writer:
-            async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-                await writer.wait_until_ready(20)
+        async with attached(chunks=CHUNKS, slow_reader="skip") as (writer, (reader,)):
 
-                def copy_a_lap_too_late(body: memoryview) -> Any:
-                    monkeypatch.undo()
-                    for number in range(1, CHUNKS + 1):
-                        writer.enqueue_nowait((number, b""))
-                    return copying.own_copy(body)
+            def copy_a_lap_too_late(body: memoryview) -> Any:
+                monkeypatch.undo()
+                for number in range(1, CHUNKS + 1):
+                    writer.enqueue_nowait((number, b""))
+                return copying.own_copy(body)
 
-                monkeypatch.setattr(copying, "own_copy", copy_a_lap_too_late)
-                await writer.enqueue((0, bytes(50_000)), 20)
-                assert await received(reader, CHUNKS + 1) == [(0, 0), 1, 2, 3, 4]
+            monkeypatch.setattr(copying, "own_copy", copy_a_lap_too_late)
+            await writer.enqueue((0, bytes(50_000)), 20)
+            assert await received(reader, CHUNKS + 1) == [(0, 0), 1, 2, 3, 4]
 
     async def test_after_the_writer_has_closed(self) -> None:
         async with three_ends("skip") as (writer, patient, other):
@@ -127,14 +123,11 @@ class TestSkip:
     @pytest.mark.parametrize("slow", ["skip", "block", "evict"])
     async def test_replacement_of_a_reader_that_died_laps_ago_gets_what_is_left(self, slow: Any) -> None:
         async with wide_writer(1, 0, chunks=CHUNKS, on_reader_death="hold", slow_reader="skip") as writer:
-            handle = writer.export_handle()
-            async with child("idle", handle.to_json(), "0") as doomed:
-                await writer.wait_until_ready(20)
-                doomed.signal(signal.SIGKILL)
-                await until(lambda: writer.readers[0].state == "held", "the death")
+            await lose_reader(writer)
+            await becomes(writer, 0, "held")
             for number in range(5 * CHUNKS):
                 await writer.enqueue((number, b""), 20)
-            async with MessageQueue.create_from_handle(handle, 0, slow_reader=slow) as heir:
+            async with MessageQueue.create_from_handle(writer.export_handle(), 0, slow_reader=slow) as heir:
                 if slow != "block":
                     with pytest.raises(MessagesLost, match="messages 0 to 15 are lost"):
                         await heir.dequeue(20)
@@ -192,33 +185,18 @@ class TestEvict:
                 await other.dequeue(20)
 
     async def test_the_last_reader(self) -> None:
-        async with wide_writer(1, 0, chunks=CHUNKS, slow_reader="evict") as writer:
-            async with MessageQueue.create_from_handle(writer.export_handle(), 0):
-                await writer.wait_until_ready(20)
-                with pytest.raises(PeerClosed, match="every reader has left"):
-                    for number in range(CHUNKS + 2):
-                        await writer.enqueue(number, 20)
-
-    async def test_a_stopped_process_holds_nobody_up(self) -> None:
-        async with wide_writer(2, 0, chunks=CHUNKS, slow_reader="evict") as writer:
-            handle = writer.export_handle()
-            async with child("collect", handle.to_json(), "1") as slow:
-                async with MessageQueue.create_from_handle(handle, 0, slow_reader="block") as patient:
-                    await writer.wait_until_ready(20)
-                    await slow.says("ready")
-                    slow.signal(signal.SIGSTOP)
-                    await publish(writer, patient, range(3 * CHUNKS))
-                    slow.signal(signal.SIGCONT)
-                    await slow.says("0 then ReaderEvicted")
+        async with attached(chunks=CHUNKS, slow_reader="evict") as (writer, _):
+            with pytest.raises(PeerClosed, match="every reader has left"):
+                for number in range(CHUNKS + 2):
+                    await writer.enqueue(number, 20)
 
 
-class TestTheArgument:
-    async def test_what_goes_over_zeromq_is_not_lost(self) -> None:
-        with pytest.raises(ValueError, match="slow_reader='skip' does not go with overflow='zmq': use"):
-            Options(slow_reader="skip", overflow="zmq")
-        async with wide_writer(1, 0, overflow="zmq") as writer:
-            with pytest.raises(ValueError, match="slow_reader='evict' does not go with overflow='zmq'"):
-                MessageQueue.create_from_handle(writer.export_handle(), 0, slow_reader="evict")
+async def test_slow_reader_other_than_block_is_refused_with_zeromq() -> None:
+    with pytest.raises(ValueError, match="slow_reader='skip' does not go with overflow='zmq': use"):
+        Options(slow_reader="skip", overflow="zmq")
+    async with wide_writer(1, 0, overflow="zmq") as writer:
+        with pytest.raises(ValueError, match="slow_reader='evict' does not go with overflow='zmq'"):
+            MessageQueue.create_from_handle(writer.export_handle(), 0, slow_reader="evict")
 
 
 class TestOverTheNetwork:

@@ -11,9 +11,9 @@ from faces import Thread, make_writer, pair, reading
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from pairs import EITHER_PLACE, attached
-from remotes import ready_ends, wide_writer
+from remotes import ready_ends
 
-from aioshm import MessageQueue, MessagesLost, RoleError, TraceContext
+from aioshm import MessagesLost, RoleError, TraceContext
 from aioshm.ring.layout import TRACE
 
 TRACER = TracerProvider().get_tracer("tests")
@@ -143,9 +143,7 @@ async def test_a_writer_that_waits_for_room() -> None:
 
 
 async def test_a_reader_that_skips() -> None:
-    writer = wide_writer(1, 0, chunks=4, trace_context=True, slow_reader="skip")
-    async with writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
-        await asyncio.gather(writer.wait_until_ready(20), reader.wait_until_ready(20))
+    async with attached(trace_context=True, slow_reader="skip") as (writer, (reader,)):
         spans = []
         for number in range(9):
             with TRACER.start_as_current_span("skipped") as span:

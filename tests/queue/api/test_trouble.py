@@ -1,18 +1,21 @@
-"""Damaged slots, wrong handles, strangers: a typed error, and no harm to anybody else."""
+"""Damaged slots, wrong handles, strangers, torn messages: a typed error, and no harm to anybody else."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import pickle
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 from pairs import attached
+from receiving import Decoded, dequeue, dequeue_many, dequeue_nowait, lease, while_decoding
 from slots import slot_of
 
-from aioshm import CorruptSlot, Handle, HandleError, MessageQueue
+from aioshm import CorruptSlot, Handle, HandleError, MessageQueue, QueueEmpty, ReaderEvicted
 from aioshm.codec.frames import HEADER, pack_header
 
 
@@ -108,3 +111,31 @@ async def test_a_handle_that_was_tampered_with_is_refused_by_the_writer_or_the_s
                 await reader.dequeue(5)
         answering.cancel()
         await asyncio.gather(answering, return_exceptions=True)
+
+
+# A reader that is dismissed while it copies a message, which may be overwritten from then on
+
+
+@pytest.mark.parametrize("receive", [dequeue, dequeue_nowait, dequeue_many, lease])
+@pytest.mark.parametrize("broken", [False, True], ids=["decodes", "does not decode"])
+async def test_torn_message_is_not_returned(receive: Callable[..., Any], broken: bool) -> None:
+    for size in (0, 100_000, 300_000):  # in the chunk, in the chunk beside the message, in an overflow segment
+        async with attached(2, chunk=200_000) as (writer, (doomed, other)):
+            await writer.enqueue([Decoded(fails=broken), bytearray(size)], 20)
+            with while_decoding(partial(writer.dismiss, 0)):
+                with pytest.raises((ReaderEvicted, QueueEmpty)):
+                    await receive(doomed, timeout=20)
+                with pytest.raises(ReaderEvicted, match="the writer has dismissed this reader"):
+                    await receive(doomed, timeout=20)
+            if not broken:
+                assert (await other.dequeue(20))[0] == "decoded"
+
+
+async def test_messages_of_a_batch_before_a_torn_one_are_returned() -> None:
+    async with attached(2) as (writer, (doomed, other)):
+        await writer.enqueue_many([1, 2, Decoded(), 4])
+        with while_decoding(partial(writer.dismiss, 0)):
+            assert await doomed.dequeue_many(8, 20) == [1, 2]
+            with pytest.raises(ReaderEvicted):
+                await doomed.dequeue_many(8, 20)
+        assert [await other.dequeue(20) for _ in range(4)] == [1, 2, "decoded", 4]

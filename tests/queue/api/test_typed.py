@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from threading import Event
 from typing import Any
 
 import msgspec
 import pytest
 import typed_ends
 from faces import Thread
-from members import meet
+from members import each, meet
 from typed_ends import Other, Step
 
 from aioshm import CodecError, MessageQueue, MsgpackCodec, blocking
@@ -28,15 +27,9 @@ async def pair(name: str, **reading: Any) -> AsyncIterator[tuple[MessageQueue, M
             yield writer, reader
 
 
-async def test_writers_of_each_type() -> None:
+async def test_ends_of_each_type() -> None:
     await typed_ends.writers()
-
-
-def test_blocking_writers_of_each_type() -> None:
-    typed_ends.blocking_writers()
-
-
-async def test_readers_of_each_type() -> None:
+    await asyncio.to_thread(typed_ends.blocking_writers)
     async with MessageQueue(1, 1, max_chunk_bytes=4096, codec="msgpack") as writer:
         for reader in typed_ends.readers(writer.export_handle()):
             await reader.aclose()
@@ -51,26 +44,16 @@ async def test_every_way_to_receive_gives_the_type() -> None:
 
 
 def test_every_way_to_receive_gives_the_type_to_threads() -> None:
-    with blocking.MessageQueue(1, 1, max_chunk_bytes=4096, codec="msgpack", type=Step) as writer:
-
-        def read() -> list[Step]:
-            with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0, type=Step) as reader:
-                reader.wait_until_ready(10)
-                assert sent.wait(10)  # for one way of seven returns at once
-                return typed_ends.receive_blocking(reader)
-
-        sent = Event()
-        thread = Thread(read)
-        writer.wait_until_ready(10)
-        for number in range(7):
-            writer.enqueue(Step(number))
-        sent.set()
-        assert thread.result() == list(map(Step, range(7)))
+    with blocking.MessageQueue(1, codec="msgpack", type=Step) as writer:
+        with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0, type=Step) as reader:
+            sending = Thread(writer.enqueue_many, map(Step, range(7)), 20)
+            reader.wait_until_ready(10)
+            sending.result()
+            assert typed_ends.receive_blocking(reader) == list(map(Step, range(7)))
 
 
 def test_every_rank_of_a_group_gets_the_type() -> None:
-    threads = [Thread(lambda member=member: asyncio.run(typed_ends.in_group(member))) for member in meet(2)]
-    assert [thread.result(30) for thread in threads] == [2, 1]
+    assert each(meet(2), lambda member: asyncio.run(typed_ends.in_group(member))) == [2, 1]
 
 
 async def test_what_is_of_another_type_is_refused_and_the_next_one_comes() -> None:
