@@ -9,14 +9,10 @@ from typing import Any
 
 import pytest
 from faces import Thread, handling
-from members import meet
+from members import each, meet
+from support import raising
 
 from aioshm import HandleError, PeerClosed, blocking
-
-
-def at_every_rank(members: list[Any], call: Any) -> list[Any]:
-    threads = [Thread(call, member) for member in members]
-    return [thread.result(30) for thread in threads]
 
 
 def test_one_rank_writes_to_all_others() -> None:
@@ -26,7 +22,7 @@ def test_one_rank_writes_to_all_others() -> None:
             assert isinstance(queue, blocking.MessageQueue)
             return [queue.broadcast_object(number if member.rank == 2 else None) for number in range(50)]
 
-    assert at_every_rank(meet(3), call) == [list(range(50))] * 3
+    assert each(meet(3), call) == [list(range(50))] * 3
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -50,16 +46,13 @@ def test_every_rank_writes_to_one(blocks: bool) -> None:
                 reader.close()
             return received
 
-    assert at_every_rank(meet(3), call)[1] == [(0, 0), (2, 2)]
+    assert each(meet(3), call)[1] == [(0, 0), (2, 2)]
 
 
 def test_what_a_handler_raises_takes_effect_at_once() -> None:
-    def handle(*_: object) -> None:
-        raise KeyboardInterrupt("by a signal")
-
     here, late = meet(2)
     here.before = lambda number: os.kill(os.getpid(), signal.SIGUSR1) if number == 0 else None
-    with handling(handle):
+    with handling(raising(KeyboardInterrupt("by a signal"))):
         with pytest.raises(KeyboardInterrupt, match="by a signal"):
             blocking.MessageQueue.create_from_process_group(here, 4096, 4)
         other = Thread(blocking.MessageQueue.create_from_process_group, late, 4096, 4)

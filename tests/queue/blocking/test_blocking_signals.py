@@ -1,19 +1,21 @@
-"""Ctrl-C, and deaths, while a blocking end waits."""
+"""Ctrl-C, and deaths, while a blocking end waits; storms of signals in busy streams, in ``storm_child.py``."""
 
 from __future__ import annotations
 
 import _thread
 import os
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
 import psutil
 import pytest
-from faces import READS, Thread, child, handling, make_writer, pair
-from support import eventually
+from faces import READS, WRITES, Thread, child, handling, make_writer, pair
+from support import HELPERS, eventually, raising
 
-from aioshm import PeerDied, QueueFull, blocking
+from aioshm import PeerDied, blocking
 
 
 class _Late(Exception):
@@ -31,9 +33,6 @@ class _Tripping:
 def test_a_signal_that_comes_while_the_core_decodes_loses_nothing(merged: bool) -> None:
     """Also where the reader has to wake the writer, which waits for a free slot, before it returns the message."""
 
-    def handle(*_: object) -> None:
-        raise _Late
-
     def write() -> None:
         writer.wait_until_ready(20)
         for number in range(100):
@@ -46,7 +45,7 @@ def test_a_signal_that_comes_while_the_core_decodes_loses_nothing(merged: bool) 
         interrupted = 0
         stream = blocking.merge({0: reader})
         eventually(lambda: writer.stats().parks > 0, "the writer to sleep")
-        with handling(handle):
+        with handling(raising(_Late())):
             while len(received) < 100:
                 obj = None
                 try:
@@ -92,22 +91,6 @@ def test_the_writer_is_killed_while_the_reader_waits() -> None:
                 reader.dequeue_nowait()
 
 
-def test_the_reader_is_killed_while_the_writer_waits() -> None:
-    with make_writer() as writer, child("collect", writer.export_handle().to_json()) as reader:
-        writer.wait_until_ready(20)
-        reader.says("ready")
-        os.kill(reader.pid, signal.SIGSTOP)
-        eventually(lambda: psutil.Process(reader.pid).status() == psutil.STATUS_STOPPED)  # not before: it would read on
-        with pytest.raises(QueueFull):
-            for number in range(10):
-                writer.enqueue_nowait((number, b""))
-        killing = Thread(lambda: (time.sleep(0.05), reader.process.kill()))
-        with pytest.raises(PeerDied) as caught:
-            writer.enqueue("one more", 20)
-        killing.result()
-        assert (caught.value.rank, caught.value.pid) == (0, reader.pid)
-
-
 def test_an_idle_reader_burns_no_cpu() -> None:
     with make_writer() as writer, child("idle", writer.export_handle().to_json()) as reader:
         writer.wait_until_ready(20)
@@ -119,12 +102,6 @@ def test_an_idle_reader_burns_no_cpu() -> None:
         assert float(reader.says()) < 0.05
 
 
-WRITES: dict[str, Any] = {
-    "enqueue": lambda writer: writer.enqueue("x"),
-    "many": lambda writer: writer.enqueue_many(["x", "y"]),
-    "acquire_write": lambda writer: writer.acquire_write().__enter__(),
-    "loan": lambda writer: writer.loan(8).__enter__(),
-}
 SOON_S = 0.05
 TRIES = 10
 """The machine may be busy: one try of so many has to be that fast."""
@@ -174,3 +151,27 @@ def test_exception_of_a_handler_leaves_a_waiting_write_and_nothing_is_sent(how: 
         assert reader.dequeue_many(9, 20) == [*range(4)]
         writer.enqueue("after", 20)
         assert reader.dequeue(20) == "after"
+
+
+# Storms
+
+
+SCRIPT = str(HELPERS / "storm_child.py")
+SIGNALS = 100
+STORMS = [("pickle", "wide", True), ("raw", "local", False), ("msgpack", "remote", True)]
+
+
+@pytest.mark.parametrize(("codec", "where", "native"), STORMS)
+@pytest.mark.parametrize("end", ["reader", "writer"])
+def test_storm_loses_nothing(end: str, codec: str, where: str, native: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", SCRIPT, end, codec, where, str(SIGNALS)],
+        env={**os.environ, "AIOSHM_NATIVE": "1" if native else "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), f"{done.stdout} {done.stderr[-3000:]}"
+    messages, interrupts = map(int, done.stdout.split())
+    assert messages > 50
+    assert interrupts > SIGNALS // 4

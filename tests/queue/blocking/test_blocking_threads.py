@@ -7,12 +7,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
-from faces import READS, Thread, handling, make_writer, pair
+from faces import READS, WRITES, Thread, handling, make_writer, pair
+from receiving import Decoded, while_decoding
 from support import eventually
 
 from aioshm import PeerClosed, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
@@ -20,12 +22,10 @@ from aioshm.process.loop_thread import process_lock
 
 
 def fill(writer: blocking.MessageQueue) -> int:
-    for number in itertools.count():
-        try:
-            writer.enqueue_nowait(number)
-        except QueueFull:
-            return number
-    raise AssertionError
+    with suppress(QueueFull):
+        for sent in itertools.count():
+            writer.enqueue_nowait(sent)
+    return sent
 
 
 def until_it_waits(end: blocking.MessageQueue) -> None:
@@ -92,14 +92,10 @@ def test_closing_ends_what_waits_in_another_thread(wait: str, remote: bool) -> N
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_closing_ends_what_waits_to_send(remote: bool) -> None:
-    for wait in (
-        lambda: writer.enqueue("x"),
-        lambda: writer.enqueue_many(["x", "y"]),
-        lambda: writer.acquire_write().__enter__(),
-    ):
+    for wait in WRITES.values():
         with pair(remote=remote) as (writer, reader):
             sent = fill(writer)
-            threads = [Thread(wait) for _ in range(3)]
+            threads = [Thread(wait, writer) for _ in range(3)]
             until_it_waits(writer)
             closing = Thread(writer.close)  # which waits until remote readers have everything
             for thread in threads:
@@ -120,14 +116,15 @@ def test_closing_ends_wait_until_ready() -> None:
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_closing_waits_for_no_block(elsewhere: bool) -> None:
-    with pair() as (writer, reader):
-        writer.enqueue("leased")
-        with reader.lease(20) as obj, pytest.raises(QueueClosed, match="this end was closed"):
+    with pair(chunk=1 << 20) as (writer, reader):
+        writer.enqueue(np.full(600_000, 3, np.uint8))  # large enough for the lease to show where it lies
+        with reader.lease(20) as array, pytest.raises(QueueClosed, match="this end was closed"):
             with writer.acquire_write(20) as chunk:
                 for end in (reader, writer):
                     Thread(end.close).result() if elsewhere else end.close()
+                assert (array == 3).all()
                 chunk[:3] = b"not"
-        assert obj == "leased"
+        assert (array == 3).all()
         assert (reader.held.closed, writer.held.closed) == (True, True)
         assert writer.stats().messages == 1
 
@@ -303,33 +300,11 @@ def test_closing_in_a_signal_handler(end: str) -> None:
 
 @pytest.mark.parametrize("signals", [False, True])
 def test_closing_in_a_call_that_has_no_need_to_wait(signals: bool) -> None:
-    def close() -> int:
-        if signals:
-            signal.raise_signal(signal.SIGUSR1)
-        else:
-            reader.close()
-        return 7
-
-    calls["close"] = close
-    with handling(lambda *_: reader.close()):
-        with pair() as (writer, reader):
-            writer.enqueue(Calling(), 20)
-            assert reader.dequeue(20) == 7
+    with pair() as (writer, reader), handling(lambda *_: reader.close()):
+        with while_decoding(partial(signal.raise_signal, signal.SIGUSR1) if signals else reader.close):
+            writer.enqueue(Decoded(), 20)
+            assert reader.dequeue(20) == "decoded"
             eventually(lambda: reader.held.closed, "the end to close")
-            with pytest.raises(PeerClosed, match="every reader has left"):
-                while True:
-                    writer.enqueue("nobody reads this", 20)
-
-
-calls: dict[str, Callable[[], int]] = {}
-
-
-class Calling:
-    """Calls a function while it is decoded."""
-
-    def __reduce__(self) -> Any:
-        return _call, ()
-
-
-def _call() -> int:
-    return calls["close"]()
+        with pytest.raises(PeerClosed, match="every reader has left"):
+            while True:
+                writer.enqueue("nobody reads this", 20)

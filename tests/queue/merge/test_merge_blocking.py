@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from faces import Thread, handling
 from merging import all_asleep, blocking_queues
-from support import eventually
+from support import eventually, raising
 
 from aioshm import CodecError, EndClosed, RoleError
 from aioshm.blocking import Merged, merge
@@ -31,10 +31,7 @@ def test_closing_ends_a_wait_in_another_thread_and_leaves_the_readers() -> None:
 
 
 def test_what_a_handler_raises_ends_the_wait_and_loses_nothing() -> None:
-    def handle(*_: object) -> None:
-        raise KeyboardInterrupt("by a signal")
-
-    with handling(handle):
+    with handling(raising(KeyboardInterrupt("by a signal"))):
         with blocking_queues(2) as (writers, readers):
             merged = merge(readers)
 
@@ -130,12 +127,10 @@ def test_arguments() -> None:
         with readers[0].lease(20), pytest.raises(RoleError, match="inside of a block"):
             next(merge(readers))
         merged: Merged[Any] = merge({})
-        for rank, reader, error, text in (
-            (1, readers[0].held.end, TypeError, r"must be an aioshm\.blocking\.MessageQueue"),
-            (1, writers[0], RoleError, "this is a writer"),
-        ):
-            with pytest.raises(error, match=text):
-                merged.add(rank, reader)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"must be an aioshm\.blocking\.MessageQueue"):
+            merged.add(1, readers[0].held.end)  # type: ignore[arg-type]
+        with pytest.raises(RoleError, match="this is a writer"):
+            merged.add(1, writers[0])
         merged.add(1, readers[0])
         assert repr(merged) == "<blocking Merged of 1 queues>"
         merged.close()

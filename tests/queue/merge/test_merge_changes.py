@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from children import child
 from faces import Thread
 from faces import child as blocking_child
 from merging import all_asleep, asleep, blocking_queues, queues, take
+from receiving import Decoded
 from support import eventually
 
 from aioshm import (
@@ -112,49 +111,25 @@ class TestRemoving:
             assert await anext(merged) == (0, "again")
 
 
-class TestErrors:
-    @pytest.mark.slow_on_uvloop
-    async def test_failed_queue_that_is_replaced_is_forgotten(self) -> None:
-        async with queues(2) as (writers, readers), child("write", "0", "10") as writer:
-            async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
-                await reader.wait_until_ready(20)
-                writer.signal(signal.SIGKILL)
-                merged = merge({0: readers[0], 7: reader})
-                with pytest.raises(PeerDied):
-                    await asyncio.wait_for(anext(merged), 20)
-                merged.add(7, readers[1])
-                await writers[1].enqueue("replaced", 20)
-                assert await anext(merged) == (7, "replaced")
-                assert merged.failed == {}
+async def test_writer_that_comes_back_is_raised_once_and_its_queue_goes_on() -> None:
+    def make() -> MessageQueue:
+        return MessageQueue(1, 1, name="merged-again", max_chunk_bytes=4096, max_chunks=4)
 
-    async def test_a_writer_that_comes_back_is_raised_once_and_its_queue_goes_on(self) -> None:
-        def make() -> MessageQueue:
-            return MessageQueue(1, 1, name="merged-again", max_chunk_bytes=4096, max_chunks=4)
-
-        async with queues(1) as (writers, readers), MessageQueue.attach("merged-again", 0, reconnect=True) as reader:
-            merged = merge(readers)
-            merged.add(5, reader)
-            for incarnation in range(3):
-                async with make() as writer:
-                    sending = asyncio.ensure_future(writer.enqueue(incarnation, 20))
-                    if incarnation:
-                        with pytest.raises(QueueRestarted) as caught:
-                            await asyncio.wait_for(anext(merged), 20)
-                        assert caught.value.rank == 5
-                    assert await asyncio.wait_for(anext(merged), 20) == (5, incarnation)
-                    await sending
-                    await writers[0].enqueue("steady", 20)
-                    assert await anext(merged) == (0, "steady")
-            assert merged.failed == {}
-
-
-class Bomb:
-    def __reduce__(self) -> Any:
-        return _fail, ()
-
-
-def _fail() -> None:
-    raise ArithmeticError("not to be loaded")
+    async with queues(1) as (writers, readers), MessageQueue.attach("merged-again", 0, reconnect=True) as reader:
+        merged = merge(readers)
+        merged.add(5, reader)
+        for incarnation in range(3):
+            async with make() as writer:
+                sending = asyncio.ensure_future(writer.enqueue(incarnation, 20))
+                if incarnation:
+                    with pytest.raises(QueueRestarted) as caught:
+                        await asyncio.wait_for(anext(merged), 20)
+                    assert caught.value.rank == 5
+                assert await asyncio.wait_for(anext(merged), 20) == (5, incarnation)
+                await sending
+                await writers[0].enqueue("steady", 20)
+                assert await anext(merged) == (0, "steady")
+        assert merged.failed == {}
 
 
 class TestBlocking:
@@ -184,7 +159,7 @@ class TestBlocking:
                 assert (caught.value.rank, merged.failed) == (7, {7: caught.value})
                 writers[1].enqueue("on", 20)
                 assert next(merged) == (1, "on")
-                writers[0].enqueue(Bomb(), 20)
+                writers[0].enqueue(Decoded(fails=True), 20)
                 with pytest.raises(CodecError) as damage:
                     next(merged)
                 assert damage.value.rank == 0

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from children import child
 from merging import BIG, asleep, outcome, poller_of, queues
-from overflowing import BOTH_WAYS, withhold
+from overflowing import BOTH_WAYS, cut_lifelines, withhold
+from receiving import Decoded
 from slots import slot_of
-from support import cancelled_after
+from support import cancelled_after, raising
 
 from aioshm import (
     CodecError,
@@ -88,7 +89,7 @@ class TestAttaching:
 
     async def test_a_remote_one_whose_address_is_malformed_is_reported(self) -> None:
         async with queues(1, 1, ready=False) as (writers, readers):
-            readers[1].end.source.start = _refuse  # type: ignore[attr-defined]
+            readers[1].end.source.start = raising(HandleError("not a handle: no such thing"))  # type: ignore[attr-defined]
             merged = merge(readers, errors="yield")
             rank, error = await anext(merged)
             assert (rank, str(error), merged.failed) == (1, "not a handle: no such thing", {1: error})
@@ -98,10 +99,6 @@ class TestAttaching:
             assert await waiting == (0, "on")
 
 
-def _refuse(_loop: object) -> None:
-    raise HandleError("not a handle: no such thing")
-
-
 class TestEnds:
     @pytest.mark.slow_on_uvloop
     async def test_a_killed_writer_is_reported_and_the_rest_goes_on(self) -> None:
@@ -109,8 +106,7 @@ class TestEnds:
             async with MessageQueue.create_from_handle(await writer.says("{"), 0) as reader:
                 await reader.wait_until_ready(20)
                 await writer.says("written")
-                writer.signal(signal.SIGKILL)
-                await writer.end()
+                await writer.kill()
                 merged = merge({**readers, -3: reader})
                 for number in range(5):
                     assert await anext(merged) == (-3, (number, bytes([number]) * 300_000))
@@ -120,6 +116,11 @@ class TestEnds:
                 for number in range(10):
                     await writers[number % 2].enqueue(number)
                     assert await anext(merged) == (number % 2, number)
+                merged.remove(1)
+                merged.add(-3, readers[1])
+                await writers[1].enqueue("replaced")
+                assert await anext(merged) == (-3, "replaced")
+                assert merged.failed == {}
 
     @pytest.mark.parametrize("slow", ["block", "skip"])
     async def test_one_that_is_dismissed_is_reported_once(self, slow: str) -> None:
@@ -152,8 +153,7 @@ class TestEnds:
         async with queues(others + 1) as (writers, readers):
             queue: Any = writers[-1]
             await queue.enqueue("last words")
-            for connection in list(queue.end.ring.listener._connections.values()):
-                connection.close()  # as the system does for a process that is killed
+            cut_lifelines(queue)  # as the system does for a process that is killed
             for writer in writers[:-1]:
                 writer.enqueue_nowait("flood")
             items = []
@@ -165,20 +165,6 @@ class TestEnds:
                 else:
                     items.append(obj)
             assert items == ["last words", merged.failed[others]]
-
-
-class Bomb:
-    """Cannot be unpickled."""
-
-    def __init__(self, size: int = 0) -> None:
-        self.ballast = bytes(size)
-
-    def __reduce__(self) -> Any:
-        return _explode, (self.ballast,)
-
-
-def _explode(_ballast: bytes) -> None:
-    raise LookupError("boom")
 
 
 class TestDamage:
@@ -205,7 +191,7 @@ class TestDamage:
             merged = merge(readers, errors=errors)
             for number in range(20):  # in both ways
                 await writers[1].enqueue(pickle.PickleBuffer(b"x" * 2000) if number % 3 else number)
-                await writers[1].enqueue(Bomb(size))
+                await writers[1].enqueue(Decoded(fails=True, size=size))
                 await anext(merged)
                 rank, error = await outcome(anext(merged))
                 assert (rank, type(error), type(error.__cause__)) == (1, CodecError, LookupError)
@@ -244,11 +230,8 @@ class TestDamage:
             await writers[0].enqueue(b"x" * BIG)
             merged = merge(readers, errors="yield")
 
-            def full(*_: int) -> None:
-                raise SharedMemoryError("no room")
-
             with monkeypatch.context() as patch:
-                patch.setattr(readers[0].end.source.overflow, "body", full)  # type: ignore[attr-defined]
+                patch.setattr(readers[0].end.source.overflow, "body", raising(SharedMemoryError("no room")))  # type: ignore[attr-defined]
                 for _ in range(3):
                     rank, error = await anext(merged)
                     assert (rank, type(error), merged.failed) == (0, SharedMemoryError, {})
@@ -265,8 +248,7 @@ class TestDamage:
             waiting = await asleep(merged)
             if closes:
                 await queue.aclose()
-            for connection in list(queue.end.ring.listener._connections.values()):
-                connection.close()
+            cut_lifelines(queue)
             rank, error = await asyncio.wait_for(waiting, 5)
             assert (rank, type(error)) == (0, MessagesLost if closes else PeerDied)
             assert merged.failed == {0: error}
