@@ -11,12 +11,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from members import Member, meet, probe_sockets, traces_of_probes
+from members import Member, each, meet, probe_sockets, traces_of_probes
 from support import HELPERS, eventually
 
 from aioshm import AioshmError, HandleError, Options, SharedMemoryError
@@ -28,16 +27,7 @@ CHILD = HELPERS / "group_child.py"
 
 
 def everywhere(group: list[Member], source: int = 0, options: Options | None = None) -> list[Any]:
-    """Ask at every rank; return the answers, or errors, by rank."""
-
-    def ask(pg: Member) -> Any:
-        try:
-            return in_the_same_node_as(pg, source, options=options)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(group)) as pool:
-        return list(pool.map(ask, group))
+    return each(group, lambda pg: in_the_same_node_as(pg, source, options=options))
 
 
 @pytest.fixture(autouse=True)
@@ -235,11 +225,6 @@ def test_a_source_that_cannot_is_told_to_all(base: Path) -> None:
     for error in (errors[0], errors[2]):
         assert type(error) is HandleError
         assert str(error).startswith("rank 1 could not make the queue: SharedMemoryError: ")
-
-
-def test_options_are_checked() -> None:
-    with pytest.raises(TypeError, match="options must be an Options or None, not 'mine'"):
-        in_the_same_node_as(meet(2)[0], options="mine")  # type: ignore[arg-type]
 
 
 def test_the_environment_counts_where_nothing_is_passed(monkeypatch: pytest.MonkeyPatch, base: Path) -> None:

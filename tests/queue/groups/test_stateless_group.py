@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support import HELPERS, eventually
+from members import each
+from support import HELPERS, eventually, raising
 
 from aioshm import AioshmError, RoleError
 from aioshm.errors import GroupBroken
@@ -45,19 +46,6 @@ def free_port(host: str = "127.0.0.1") -> Iterator[int]:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind((host, 0))
         yield int(kept.getsockname()[1])
-
-
-def each(groups: list[Any], call: Callable[[Any], Any]) -> list[Any]:
-    """Make a call at every rank at once; return the results, or errors, by rank."""
-
-    def attempt(group: Any) -> Any:
-        try:
-            return call(group)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(groups)) as pool:
-        return list(pool.map(attempt, groups))
 
 
 def join(world_size: int, timeout: float = PATIENCE_S) -> list[StatelessProcessGroup]:
@@ -105,16 +93,15 @@ def meeting(ranks: list[int], world_size: int, name: str = "") -> Iterator[tuple
                 group.result(PATIENCE_S).close()
 
 
-def client_of(port: int) -> Any:
-    return dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=PATIENCE_S), wait_for_workers=False)
-
-
 def await_keys(port: int, count: int) -> None:
     """Wait until each rank has set two keys: its claim, or rank 0's identity of the group, and its object."""
 
+    patience = timedelta(seconds=PATIENCE_S)
+
     def have_come() -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            return bool(client_of(port).num_keys() >= count)
+            store = dist.TCPStore("127.0.0.1", port, None, False, patience, wait_for_workers=False)
+            return bool(store.num_keys() >= count)
         return False
 
     eventually(have_come, "the ranks")
@@ -126,12 +113,6 @@ def assert_met(groups: list[Any]) -> None:
     assert each(groups, lambda group: group.all_gather_obj(group.rank)) == [ranks] * len(groups)
     for group in groups:
         group.close()
-
-
-def has_ipv6() -> bool:
-    with contextlib.suppress(OSError), free_port("::1"):
-        return True
-    return False
 
 
 def keys_of(group: StatelessProcessGroup) -> int:
@@ -225,8 +206,6 @@ def test_rank_0_listens_at_its_address_alone() -> None:
 
 
 def test_it_can_be_reached_by_ipv6() -> None:
-    if not has_ipv6():
-        pytest.skip("there is no IPv6 here")
     with free_port("::1") as port:
         groups = each([0, 1], lambda rank: StatelessProcessGroup.create("::1", port, rank, 2, timeout=PATIENCE_S))
     assert f"[::1]:{port}" in repr(groups[0])
@@ -467,12 +446,9 @@ def test_one_thread_at_a_time() -> None:
 
 
 def test_an_interrupted_call_leaves_the_group_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with joined(2) as groups:
         with monkeypatch.context() as patch:
-            patch.setattr(stateless_group, "run_apart", interrupted)
+            patch.setattr(stateless_group, "run_apart", raising(KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
                 groups[0].barrier()
         with pytest.raises(GroupBroken, match="an earlier call was broken off"):

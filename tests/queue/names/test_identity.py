@@ -6,7 +6,6 @@ import asyncio
 import errno
 import json
 import os
-import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from children import child
 from faces import Thread
 from proxy import proxied
-from support import eventually, until
+from support import eventually, raising, until
 from test_names import NAMED
 
 from aioshm import (
@@ -152,8 +151,7 @@ async def test_a_writer_that_is_killed_and_comes_back(identity: Path) -> None:
             assert [await reader.dequeue(20) for _ in range(4)] == [(running.pid, number) for number in range(4)]
             before = running.pid
             await running.says("written")
-            running.signal(signal.SIGKILL)
-            await running.end()
+            await running.kill()
     assert reader is not None
     await reader.aclose()
 
@@ -176,8 +174,7 @@ async def test_a_reader_that_is_not_to_reconnect_is_told_at_once(identity: Path)
             handle, 0, options=msgspec.structs.replace(handle.options, remote_timeout=60.0)
         ) as reader:
             assert await reader.dequeue(20) == (running.pid, 0)
-            running.signal(signal.SIGKILL)
-            await running.end()
+            await running.kill()
             async with new_writer(identity) as writer:
                 with pytest.raises(PeerDied, match="another writer has taken its place") as caught:
                     await asyncio.gather(writer.wait_until_ready(20), reader.dequeue(20))
@@ -323,9 +320,7 @@ def test_where_it_cannot_be_written(identity: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(SharedMemoryError, match=r"/no/where: No such file or directory"):
         new_writer("/no/where")
     write = files._write
-
-    def refuse(_fd: int, _content: bytes) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    refuse = raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "_write", refuse)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import pickle
 import re
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import msgspec
 import pytest
 from children import child
 from faces import Thread
+from receiving import acquire_read, dequeue, dequeue_many, dequeue_nowait, lease
 from support import HELPERS, cancelled_after, eventually, until
 
 from aioshm import (
@@ -26,7 +29,6 @@ from aioshm import (
     PeerClosed,
     PeerDied,
     QueueClosed,
-    QueueEmpty,
     QueueRestarted,
     RoleError,
     blocking,
@@ -217,8 +219,7 @@ async def test_a_forked_child_does_not_have_its_parents_name() -> None:
     async with named_child("have_and_fork", "steps") as running:
         forked = int((await running.says("child ")).split()[1])
         try:
-            running.signal(signal.SIGKILL)
-            await running.end()
+            await running.kill()
             async with new_writer() as writer, MessageQueue.attach("steps", 0) as reader:
                 await writer.enqueue(1, 20)
                 assert await reader.dequeue(20) == 1
@@ -237,26 +238,14 @@ async def test_the_name_outlives_nothing_that_is_forgotten(names: Path) -> None:
 # Going on with the next writer
 
 
-async def read_on(reader: MessageQueue, how: str) -> Any:
+async def take_next(reader: MessageQueue, **_limits: Any) -> Any:
+    return await anext(reader)
+
+
+async def read_on(reader: MessageQueue, receive: Callable[..., Any] = dequeue) -> Any:
     """Receive a message in one of several ways; return it, or the error."""
     try:
-        if how == "many":
-            return (await reader.dequeue_many(1, 20))[0]
-        if how == "lease":
-            async with reader.lease(20) as obj:
-                return obj
-        if how == "raw":
-            async with reader.acquire_read(20):
-                return "raw"
-        if how == "next":
-            return await anext(reader)
-        if how == "now":
-            while True:
-                try:
-                    return reader.dequeue_nowait()
-                except QueueEmpty:
-                    await asyncio.sleep(0.001)
-        return await reader.dequeue(20)
+        return await receive(reader, timeout=20)
     except QueueRestarted as error:
         return error
 
@@ -340,22 +329,24 @@ async def test_an_idle_reader_leaves_a_writer_whose_last_messages_it_received_af
 async def test_whichever_call_comes_first_is_told_first() -> None:
     """An idle reader is ready again before anybody asks; no short way leads past the error."""
     async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
-        for incarnation, how in enumerate(["first", "one", "many", "lease", "raw", "now", "next"]):
+        ways = [dequeue, dequeue, dequeue_many, lease, acquire_read, dequeue_nowait, take_next]
+        for incarnation, receive in enumerate(ways):
             async with new_writer() as writer:
                 await writer.enqueue(incarnation, 20)
                 await until(lambda: reader.stats().ready)
-                assert reader.end.state.core.open == (how == "first")
-                told = await read_on(reader, how)
-                assert isinstance(told, QueueRestarted) == (how != "first")
+                assert reader.end.state.core.open == (incarnation == 0)
+                told = await read_on(reader, receive)
+                assert isinstance(told, QueueRestarted) == (incarnation > 0)
                 if isinstance(told, QueueRestarted):
                     assert (told.name, told.old_pid, told.pid) == ("steps", os.getpid(), os.getpid())
                     assert isinstance(told.ended, PeerClosed)
                     for number in range(3):
                         await writer.enqueue(number, 20)
             # The writer is closed, and all of its messages are still received.
-            if how != "first":
+            if incarnation:
                 sent = [incarnation, 0, 1, 2]
-                assert [await read_on(reader, how) for _ in sent] == (["raw"] * 4 if how == "raw" else sent)
+                received = [await read_on(reader, receive) for _ in sent]
+                assert received == ([pickle.dumps(number, 5) for number in sent] if receive is acquire_read else sent)
         assert (reader.stats().messages, reader.stats().restarts) == (25, 6)
 
 
@@ -388,7 +379,7 @@ async def test_tasks_that_share_a_reader_are_told_once() -> None:
         async with new_writer() as writer:
             await writer.enqueue("old", 20)
         assert await reader.dequeue(20) == "old"
-        tasks = [asyncio.ensure_future(read_on(reader, "one")) for _ in range(4)]
+        tasks = [asyncio.ensure_future(read_on(reader)) for _ in range(4)]
         async with new_writer() as writer:
             for number in range(3):
                 await writer.enqueue(number, 20)

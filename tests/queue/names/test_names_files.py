@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from faces import Thread
+from support import raising
 from test_names import named_child, new_writer
 from test_names import names as names  # the fixture
 
@@ -239,9 +240,7 @@ def test_of_many_writers_at_once_one_has_the_name(names: Path) -> None:
 
 
 async def test_who_lacks_a_descriptor_is_told_and_may_try_again(names: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
+    refuse = raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
     with monkeypatch.context() as patch:
         patch.setattr(files, "_new_draft", refuse)
         with pytest.raises(OutOfDescriptors, match="a writer of the name 'steps'"):
