@@ -30,7 +30,7 @@ from aioshm.events import (
 from aioshm.events.config import DEFAULT_MAX_QUEUE_SIZE
 from aioshm.events.protocol.encoding import BatchDecoder
 from aioshm.events.protocol.wire import WIRES, Encoding, Wire, formats_of
-from aioshm.events.recording import Record, Recorder, read_records
+from aioshm.events.recording import MAGIC, Record, read_records, write_record
 
 Endpoints = Annotated[list[str], typer.Argument(help="Where publishers send, such as tcp://host:5557.")]
 ReplayEndpoints = Annotated[
@@ -109,14 +109,13 @@ def record(
         # The subscriber first: wrong arguments leave an older file alone.
         async with _subscriber(endpoints, replay, topic, from_start) as subscriber:
             with output.open("wb") as file:
-                recorder = Recorder(file)
+                file.write(MAGIC)
                 try:
                     async for item in _deliveries(subscriber, duration):
                         if isinstance(item, Received):
                             source = item.source
-                            recorder.write(
-                                Record(time.time(), source.endpoint, source.topic or b"", item.seq, item.payload)
-                            )
+                            saved = Record(time.time(), source.endpoint, source.topic or b"", item.seq, item.payload)
+                            write_record(file, saved)
                             written += 1
                         else:
                             gaps += isinstance(item, Lost)

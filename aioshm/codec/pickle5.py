@@ -6,7 +6,7 @@ import copyreg
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from aioshm.codec.array_heads import is_array, load_libraries, packers, reducers, unpack_message
@@ -96,17 +96,11 @@ def _load_reducers() -> int:
     return -1 if half_imported else loaded
 
 
-@dataclass(frozen=True, slots=True)
-class _Sink:
-    """The output file of a pickler."""
-
-    write: Callable[[bytes], None]
-
-
 def _new_encode() -> Callable[[Any], Encoded]:
     """Create the `encode` of one codec: a closure, which is faster than a method."""
     chunks: list[bytes] = []
     buffers: list[memoryview] = []
+    sink: Any = SimpleNamespace(write=chunks.append)  # the output file of picklers
     take_chunk = chunks.pop
     modules_seen = -1
     busy = False
@@ -119,7 +113,7 @@ def _new_encode() -> Callable[[Any], Encoded]:
         return False
 
     def new_pickler() -> tuple[Callable[[Any], None], Callable[[], None]]:
-        pickler = pickle.Pickler(_Sink(chunks.append), 5, buffer_callback=keep_in_band)
+        pickler = pickle.Pickler(sink, 5, buffer_callback=keep_in_band)
         if _dispatch_table:  # an empty table would slow down every object that must be reduced
             pickler.dispatch_table = _dispatch_table
         return pickler.dump, pickler.clear_memo

@@ -36,19 +36,11 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     payload: bytes
 
 
-class Recorder:
-    """Writes records to a binary file."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._encode = msgspec.msgpack.Encoder().encode
-        file.write(MAGIC)
-
-    def write(self, record: Record) -> None:
-        """Append one record, and flush: the record survives a crash of this process."""
-        data = self._encode(record)
-        self._file.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
-        self._file.flush()
+def write_record(file: BinaryIO, record: Record) -> None:
+    """Append one record to a file that begins with `MAGIC`, and flush: the record survives a crash of this process."""
+    data = msgspec.msgpack.encode(record)
+    file.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+    file.flush()
 
 
 def read_records(file: BinaryIO) -> Iterator[Record]:

@@ -386,11 +386,6 @@ class HostCollector:
         """Return all metrics without samples: a registry checks their names."""
         return [_family(self._client, metric) for metric in METRICS.values()]
 
-    def close(self) -> None:
-        """Forget the queues. Idempotent."""
-        with self._lock:
-            self._watch.close()
-
     def _samples(self) -> Iterator[Sample]:
         """Yield the samples of a host; of two queues with one name, the second has its id in the label."""
         queues = self._watch.look()

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -337,7 +337,7 @@ def _with_rates(now: QueueSnapshot, before: QueueSnapshot) -> QueueSnapshot:
 
 
 class Watch:
-    """Reads this user's queues on this host again and again; a context manager.
+    """Reads this user's queues on this host again and again; holds no file open in between.
 
     Args:
         rescan_s: Seconds after which `look` searches for new queues.
@@ -352,12 +352,6 @@ class Watch:
         self._due = 0.0
         self._before: dict[str, QueueSnapshot] = {}
         self.skipped: int = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def look(self) -> tuple[QueueSnapshot, ...]:
         """Return all queues, sorted by name, then by id, with the rates since the last call.
@@ -391,11 +385,6 @@ class Watch:
             KeyError: The queue was not among them.
         """
         return self._rings[queue.header.queue_id]
-
-    def close(self) -> None:
-        """Forget all queues; the next `look` finds them again. Idempotent."""
-        self._rings = {}
-        self._due = 0.0
 
 
 def find_queues() -> tuple[QueueSnapshot, ...]:

@@ -225,16 +225,16 @@ class TestTop:
 
         a, b = f"a-{NAME}", f"b-{NAME}"
         async with MessageQueue(0, 0, name=b) as busy, MessageQueue(0, 0, name=a):
-            with Watch() as watch:
-                watch.look()
-                for _ in range(10):
-                    await busy.enqueue(b"x")
-                both = [queue for queue in watch.look() if queue.label in (a, b)]
-                assert [queue.label for queue in ordered(both, "name")] == [a, b]
-                assert [queue.label for queue in ordered(both, "rate")] == [b, a]
-                assert [queue.label for queue in ordered(both, "age")] == [b, a]
-                for key in KEYS:
-                    assert len(ordered(both, key)) == 2
+            watch = Watch()
+            watch.look()
+            for _ in range(10):
+                await busy.enqueue(b"x")
+            both = [queue for queue in watch.look() if queue.label in (a, b)]
+            assert [queue.label for queue in ordered(both, "name")] == [a, b]
+            assert [queue.label for queue in ordered(both, "rate")] == [b, a]
+            assert [queue.label for queue in ordered(both, "age")] == [b, a]
+            for key in KEYS:
+                assert len(ordered(both, key)) == 2
 
     @pytest.mark.slow
     def test_top_without_a_terminal_prints_until_interrupted(self) -> None:

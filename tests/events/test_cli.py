@@ -37,7 +37,7 @@ from aioshm.events import (
     ThreadedEventPublisher,
     UnknownEvent,
 )
-from aioshm.events.recording import MAGIC, Record, Recorder, read_records
+from aioshm.events.recording import MAGIC, Record, read_records, write_record
 
 from .helpers import ANY
 
@@ -249,7 +249,8 @@ def test_usage_error_is_one_line(arguments: list[str]) -> None:
 def test_damaged_recordings_are_refused(tmp_path_factory: Any, junk: bytes, cut: int) -> None:
     file = tmp_path_factory.mktemp("rec") / "f"
     with file.open("wb") as out:
-        Recorder(out).write(Record(1.0, "tcp://x:1", b"", 3, b"payload"))
+        out.write(MAGIC)
+        write_record(out, Record(1.0, "tcp://x:1", b"", 3, b"payload"))
     whole = file.read_bytes()
     for data in (MAGIC + junk, whole[:cut], whole + junk, junk):
         file.write_bytes(data)

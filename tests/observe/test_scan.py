@@ -83,14 +83,14 @@ def test_other_processes(planted: Planted) -> None:
 
 
 def test_ended_queue_is_not_kept_alive_by_a_watch(planted: Planted) -> None:
-    with Watch(rescan_s=60) as looker:
-        processes = planted.queue("read")
-        assert planted.name in [queue.label for queue in looker.look()]
-        for process in processes:
-            process.kill()
-            process.wait()
-        with pytest.raises(QueueNotFound):
-            find_queue(planted.name)
+    looker = Watch(rescan_s=60)
+    processes = planted.queue("read")
+    assert planted.name in [queue.label for queue in looker.look()]
+    for process in processes:
+        process.kill()
+        process.wait()
+    with pytest.raises(QueueNotFound):
+        find_queue(planted.name)
 
 
 class TestChoosing:
@@ -151,28 +151,28 @@ class TestWatch:
             async with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
                 await writer.wait_until_ready()
                 key = writer.export_handle().queue_id.hex()
-                with Watch(rescan_s=1000) as watch:
-                    [first] = [queue for queue in watch.look() if queue.header.queue_id == key]
-                    assert (first.bytes_per_s, first.writer.messages_per_s) == (None, None)
-                    for _ in range(100):
-                        await writer.enqueue(b"x" * 50)
-                    assert await reader.dequeue() is not None
-                    await asyncio.sleep(0.02)
-                    [second] = [queue for queue in watch.look() if queue.header.queue_id == key]
-                    seconds = (second.taken_ns - first.taken_ns) / 1e9
-                    assert [round((end.messages_per_s or 0) * seconds) for end in second.ends] == [100, 1]
-                    assert round((second.bytes_per_s or 0) * seconds) == second.header.writer.bytes
-                    assert all((end.cpu_share or 0) >= 0 for end in second.ends)
-                    assert watch.ring(second).queue_id == key
-                    with pytest.raises(KeyError):
-                        watch.ring(TestChoosing.queue("other", "ab" * 16, 1))
+                watch = Watch(rescan_s=1000)
+                [first] = [queue for queue in watch.look() if queue.header.queue_id == key]
+                assert (first.bytes_per_s, first.writer.messages_per_s) == (None, None)
+                for _ in range(100):
+                    await writer.enqueue(b"x" * 50)
+                assert await reader.dequeue() is not None
+                await asyncio.sleep(0.02)
+                [second] = [queue for queue in watch.look() if queue.header.queue_id == key]
+                seconds = (second.taken_ns - first.taken_ns) / 1e9
+                assert [round((end.messages_per_s or 0) * seconds) for end in second.ends] == [100, 1]
+                assert round((second.bytes_per_s or 0) * seconds) == second.header.writer.bytes
+                assert all((end.cpu_share or 0) >= 0 for end in second.ends)
+                assert watch.ring(second).queue_id == key
+                with pytest.raises(KeyError):
+                    watch.ring(TestChoosing.queue("other", "ab" * 16, 1))
 
     async def test_new_queues_are_found_and_old_ones_forgotten(self) -> None:
-        with Watch(rescan_s=0) as watch:
-            async with MessageQueue(0, 0) as writer:
-                key = writer.export_handle().queue_id.hex()
-                assert key in [queue.header.queue_id for queue in watch.look()]
-            assert key not in [queue.header.queue_id for queue in watch.look()]
+        watch = Watch(rescan_s=0)
+        async with MessageQueue(0, 0) as writer:
+            key = writer.export_handle().queue_id.hex()
+            assert key in [queue.header.queue_id for queue in watch.look()]
+        assert key not in [queue.header.queue_id for queue in watch.look()]
 
 
 def of_this_process() -> list[Segment]:
