@@ -11,26 +11,21 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import uvloop
-from managed import gone, open_things
+from managed import gone
 from served_engine import Engine, ask, here_and_there, stop
+from startups import starting, tasks
 from supervised import serve
 from support import eventually
 
 from aioshm.engine import (
     ClientOptions,
-    CoreEngine,
-    EngineStartupCoordinator,
     get_engine_client_zmq_addr,
     run_engine_core,
 )
@@ -43,20 +38,8 @@ from aioshm.errors import (
     RequestFailed,
     RoleError,
 )
-from aioshm.process.loop_thread import shared_loop
 
-
-@pytest.fixture(autouse=True)
-def nothing_kept(runtime_dir: Path) -> Iterator[None]:
-    """Fail if a descriptor, a thread or a socket file is left."""
-    resource_tracker.ensure_running()  # what multiprocessing opens for good, and uvloop
-    uvloop.run(asyncio.sleep(0))
-    shared_loop()  # stays until the process ends
-    before = open_things()
-    yield
-    gc.collect()
-    eventually(lambda: open_things() <= before, f"the end of {open_things() - before}")
-    assert not runtime_dir.exists() or list(runtime_dir.iterdir()) == []
+pytestmark = pytest.mark.usefixtures("nothing_kept")
 
 
 class Slow(Engine):
@@ -76,14 +59,10 @@ def served(*engines: Any, **options: Any) -> Iterator[EngineClient]:
     with EngineClient(here_and_there(), len(engines), options=ClientOptions(**options)) as client:
 
         async def serve() -> None:
-            running = [asyncio.create_task(run_engine_core(each, handshake, n)) for n, each in enumerate(engines)]
-            ranks = [CoreEngine(rank) for rank in range(len(engines))]
-            async with EngineStartupCoordinator(handshake, ranks, client.addresses) as startup:
-                await startup.wait(30)
-            await asyncio.to_thread(ending.wait)
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            async with tasks(*(run_engine_core(each, handshake, rank) for rank, each in enumerate(engines))):
+                async with starting(handshake, len(engines), where=client.addresses) as startup:
+                    await startup.wait(30)
+                await asyncio.to_thread(ending.wait)
 
         thread = threading.Thread(target=lambda: asyncio.run(serve()))
         thread.start()
@@ -123,13 +102,6 @@ class TestStreams:
             assert client.in_flight == 0
             assert client.ready == {0: {"num_gpu_blocks": 5}}
             assert client.ranks == [0]
-
-    def test_many_threads_at_once(self) -> None:
-        engines = [Slow(is_async=True), Slow(is_async=True)]
-        with served(*engines) as client, ThreadPoolExecutor(8) as pool:
-            found = pool.map(lambda n: tokens(client.submit(ask(str(n), n % 7 + 1))), range(60))
-            assert list(found) == [[*range(n % 7 + 1)] for n in range(60)]
-            assert sum(len(each.seen) for each in engines) == 60
 
     def test_next_with_a_limit_times_out_by_name_and_loses_nothing(self) -> None:
         with served() as client:
@@ -197,25 +169,25 @@ class TestStreams:
             with pytest.raises(RequestAborted):
                 waits[0].result(20)
 
-    def test_errors_are_raised_in_the_calling_thread(self) -> None:
-        with served(request_type=dict) as client:
-            with pytest.raises(TypeError, match="request must be a dict"):
-                client.submit(5)
-            with pytest.raises(ValueError, match="timeout must be a finite number"):
-                client.submit(ask("a"), timeout=0)
-            with pytest.raises(RequestFailed, match=r"^ValueError: too long$"):
-                next(client.submit(ask("b", refuse="too long")))
-
 
 class TestCalls:
-    def test_results_and_failures(self) -> None:
-        with served(Engine(is_async=True), Engine(is_async=True)) as client:
+    def test_results_are_returned_and_errors_raised_in_the_calling_thread(self) -> None:
+        with served(Engine(is_async=True), Engine(is_async=True), request_type=dict) as client:
             assert client.call("add", 1, 2, engine=1) == 3
             assert client.call("add", 1) == [2, 2]
             with pytest.raises(CallFailed, match=r"^Call to fail method failed: 'why'$"):
                 client.call("fail", "why", engine=1)
             with pytest.raises(TimeoutError, match=r"no answer to a call of never within 0.05 s"):
                 client.call("never", engine=0, timeout=0.05)
+            with pytest.raises(TypeError, match="request must be a dict"):
+                client.submit(5)
+            with pytest.raises(ValueError, match="timeout must be a finite number"):
+                client.submit(ask("a"), timeout=0)
+            with pytest.raises(RequestFailed, match=r"^ValueError: too long$"):
+                next(client.submit(ask("b", refuse="too long")))
+            assert client._host is not None
+            with pytest.raises(RoleError, match="would wait for itself"):
+                client._host.do(lambda: client.call("add", 1))
 
     def test_engines_pause_and_resume(self) -> None:
         with served() as client:
@@ -345,12 +317,6 @@ class TestEnding:
             del client
             gc.collect()
 
-    def test_call_in_the_loop_s_thread_is_refused(self) -> None:
-        with served() as client:
-            assert client._host is not None
-            with pytest.raises(RoleError, match="would wait for itself"):
-                client._host.do(lambda: client.call("add", 1))
-
     def test_a_forked_child(self) -> None:
         with served() as client:
             stream = client.submit(ask("a", None))
@@ -370,11 +336,8 @@ class TestEnding:
                     stream.close()
                     code = 0
                 os._exit(code)
-            deadline = time.monotonic() + 20
-            while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
-                assert time.monotonic() < deadline, "the child hangs"
-                time.sleep(0.01)
-            assert ended[1] == 0
+            eventually(lambda: gone(pid), "the end of the child")
+            assert os.waitpid(pid, 0)[1] == 0
             assert client.call("report", engine=0)["open"] == ["a"]
 
     @pytest.mark.parametrize("ending", ["os.kill(os.getpid(), 2)", "pid = os.fork()"])
@@ -397,9 +360,10 @@ class TestLaunch:
         with launch_core_engines(serve, 2) as launch:
             assert sorted(launch.report.engines if launch.report else []) == [0, 1]
             assert launch.coordinator is not None
-            with ThreadPoolExecutor(4) as pool:
-                found = pool.map(lambda n: tokens(launch.client.submit(ask(str(n)))), range(10))
-                assert list(found) == [[0, 1, 2]] * 10
+            with ThreadPoolExecutor(8) as pool:
+                found = pool.map(lambda n: tokens(launch.client.submit(ask(str(n), n % 7 + 1))), range(60))
+                assert list(found) == [[*range(n % 7 + 1)] for n in range(60)]
+                assert sum(report["seen"] for report in launch.client.call("report")) == 60
             pids = [process.pid or 0 for process in [*launch.processes, launch.coordinator.proc]]
             assert launch.addresses.inputs == launch.client.addresses.inputs
             assert launch.wait_until_ready() is launch.report

@@ -26,13 +26,12 @@ from served_engine import (
     stop,
     until,
 )
-from startups import tasks
+from startups import starting, tasks
 
 from aioshm.engine import (
     ClientOptions,
     CoreEngine,
     EngineCoreOutputs,
-    EngineStartupCoordinator,
     get_engine_client_zmq_addr,
     run_engine_core,
 )
@@ -46,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("runtime_dir")
 async def back(serving: Serving, rank: int, engine: Engine) -> AsyncIterator[None]:
     """Let an engine of this rank shake hands with the clients, and serve them."""
     place = get_engine_client_zmq_addr(True, "")
-    async with EngineStartupCoordinator(place, [CoreEngine(rank)], serving.client.addresses) as startup:
+    async with starting(place, [CoreEngine(rank)], where=serving.client.addresses) as startup:
         async with tasks(run_engine_core(engine, startup.handshake_address, rank)):
             await startup.wait(30)
             for client in serving.clients:
@@ -138,19 +137,6 @@ async def test_requests_without_output_move_if_they_may(resubmit: Any) -> None:
         assert [each.in_flight for each in client._link.engines] == [0, 0]
 
 
-async def test_an_engine_that_leaves_is_idle_once_its_requests_have_moved() -> None:
-    async with served(Gated(), Gated(), on_engine_death="continue", resubmit="unstarted") as serving:
-        link = serving.client._link
-        link_engine = link.engines[0]
-        stream = serving.client.submit(ask("a", 3), engine=0)
-        draining = asyncio.create_task(link.drain(link_engine))
-        await asyncio.sleep(0)
-        await end(serving, 0)
-        assert stream.engine == 1
-        async with asyncio.timeout(20):
-            await draining
-
-
 async def test_a_request_is_given_to_each_engine_once_at_most() -> None:
     engines = Gated(), Gated()
     async with served(*engines, on_engine_death="continue", resubmit="unstarted") as serving:
@@ -195,19 +181,23 @@ async def test_calls_without_any_engine_name_the_deaths_until_engines_are_back()
             assert caught.value.engine == 1
         waiting = asyncio.create_task(client.wait_until_ready(30))
         place = get_engine_client_zmq_addr(True, "")
-        async with EngineStartupCoordinator(place, [CoreEngine(0), CoreEngine(1)], client.addresses) as startup:
+        async with starting(place, 2, where=client.addresses) as startup:
             async with tasks(*(run_engine_core(Engine(), startup.handshake_address, rank) for rank in (0, 1))):
                 await waiting
                 assert len(await collected(client.submit(ask("y", 2)))) == 2
 
 
-async def test_late_output_of_a_dead_engine_reaches_no_request() -> None:
+async def test_dead_engine_whose_request_has_moved_is_idle_and_its_late_output_reaches_no_request() -> None:
     engines = Gated(), Gated()
     async with served(*engines, on_engine_death="continue", resubmit="unstarted") as serving:
         client = serving.client
         stream = client.submit(ask("a", 2), engine=0)
+        draining = asyncio.create_task(client._link.drain(client._link.engines[0]))
+        await asyncio.sleep(0)
         await end(serving, 0)
         assert stream.engine == 1
+        async with asyncio.timeout(20):
+            await draining
         with zmq.Context() as context, context.socket(zmq.PUSH) as late:
             late.connect(client.addresses.outputs[0])
             output = {"request_id": "a", "token": 99, "finish_reason": "length"}
