@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import uvloop
-from startups import tasks
+from startups import starting, tasks
 
 from aioshm.engine import (
     ClientOptions,
@@ -24,7 +24,6 @@ from aioshm.engine import (
     EngineStartupCoordinator,
     EngineZmqAddresses,
     HandshakeOptions,
-    StartupOptions,
     die_with_parent,
     get_engine_client_zmq_addr,
     run_engine_core,
@@ -226,7 +225,7 @@ async def served(
         clients = clients_of(addresses, len(engines), n_clients, **security, **options)
         serving = await stack.enter_async_context(clients)
         serving.engines = list(engines)
-        startup = await stack.enter_async_context(starting(serving, handshake, addresses, **security))
+        startup = await stack.enter_async_context(starting(handshake, len(engines), where=addresses, **security))
         work = [
             run_engine_core(
                 each, startup.handshake_address, rank, request_type=request_type, options=options.get("options"),
@@ -245,23 +244,13 @@ async def served_by_processes(n_engines: int, *, n_clients: int = 1, **options: 
     addresses = here_and_there(n_clients)
     loop = "uvloop" if isinstance(asyncio.get_running_loop(), uvloop.Loop) else "asyncio"
     async with clients_of(addresses, n_engines, n_clients, **options) as serving:
-        async with starting(serving, None, addresses) as startup:
+        async with starting(engines=n_engines, where=addresses) as startup:
             async with CoreEngineProcManager(serve, n_engines, args=(startup.handshake_address, loop)) as manager:
                 serving.manager = startup.proc_manager = manager
                 await shaken(serving, startup)
                 for client in serving.clients:
                     client.watch(manager)
                 yield serving
-
-
-def starting(
-    serving: Serving, handshake: str | None, addresses: EngineZmqAddresses, **security: Any
-) -> EngineStartupCoordinator:
-    """Return a startup of as many engines as the clients have; `shaken` ends it."""
-    engines = [CoreEngine(rank) for rank in range(len(serving.client.ranks))]
-    return EngineStartupCoordinator(
-        handshake or get_engine_client_zmq_addr(True, ""), engines, addresses, options=StartupOptions(**security)
-    )
 
 
 async def shaken(serving: Serving, startup: EngineStartupCoordinator) -> None:

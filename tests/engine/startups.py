@@ -19,6 +19,7 @@ from aioshm.engine import (
     HandshakeOptions,
     StartupOptions,
     StartupReport,
+    get_engine_client_zmq_addr,
     shake_hands,
     wait_for_engine_startup,
 )
@@ -98,7 +99,7 @@ async def managed(address: str, *behaviours: tuple[str, str]) -> AsyncIterator[F
 
 
 def starting(
-    place: Any,
+    place: str | None = None,
     engines: int | list[CoreEngine] = 1,
     manager: Any = None,
     *,
@@ -106,11 +107,14 @@ def starting(
     coordinator: Any = None,
     **options: Any,
 ) -> EngineStartupCoordinator:
-    """Create a startup of these engines, or of so many local ones; ``options`` are those of the startup."""
+    """Create a startup of these engines, or of so many local ones, at a new address if there is no ``place``.
+
+    ``options`` are those of the startup.
+    """
     if isinstance(engines, int):
         engines = [CoreEngine(rank) for rank in range(engines)]
     return EngineStartupCoordinator(
-        place,
+        place or get_engine_client_zmq_addr(True, ""),
         engines,
         where or addresses(),
         proc_manager=manager,

@@ -32,7 +32,6 @@ from aioshm.engine import (
     ClientOptions,
     CoreEngine,
     EngineCoreOutputs,
-    get_engine_client_zmq_addr,
     run_engine_core,
 )
 from aioshm.engine.client import liveness
@@ -44,8 +43,7 @@ pytestmark = pytest.mark.usefixtures("runtime_dir")
 @asynccontextmanager
 async def back(serving: Serving, rank: int, engine: Engine) -> AsyncIterator[None]:
     """Let an engine of this rank shake hands with the clients, and serve them."""
-    place = get_engine_client_zmq_addr(True, "")
-    async with starting(place, [CoreEngine(rank)], where=serving.client.addresses) as startup:
+    async with starting(engines=[CoreEngine(rank)], where=serving.client.addresses) as startup:
         async with tasks(run_engine_core(engine, startup.handshake_address, rank)):
             await startup.wait(30)
             for client in serving.clients:
@@ -180,8 +178,7 @@ async def test_calls_without_any_engine_name_the_deaths_until_engines_are_back()
                 await result  # type: ignore[misc]
             assert caught.value.engine == 1
         waiting = asyncio.create_task(client.wait_until_ready(30))
-        place = get_engine_client_zmq_addr(True, "")
-        async with starting(place, 2, where=client.addresses) as startup:
+        async with starting(engines=2, where=client.addresses) as startup:
             async with tasks(*(run_engine_core(Engine(), startup.handshake_address, rank) for rank in (0, 1))):
                 await waiting
                 assert len(await collected(client.submit(ask("y", 2)))) == 2
