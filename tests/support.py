@@ -67,6 +67,13 @@ def private_segments() -> Iterator[str]:
         yield prefix
 
 
+async def cancelled(task: asyncio.Future[Any]) -> None:
+    """Cancel a task, and see that it ends so."""
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
 async def cancelled_after(call: Coroutine[Any, Any, Any], turns: int) -> Any:
     """Run a call, cancelling it after so many turns of the loop; return its result or None."""
     task = asyncio.ensure_future(call)

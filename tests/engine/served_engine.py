@@ -264,6 +264,13 @@ def ask(request_id: str, tokens: int | None = 3, **more: Any) -> dict[str, Any]:
     return {"request_id": request_id, "tokens": tokens, **more}
 
 
+async def begun(client: EngineClient, request_id: str, tokens: int | None = None, **options: Any) -> Any:
+    """Submit a request, and return its stream after the first output."""
+    stream = client.submit(ask(request_id, tokens), **options)
+    await anext(stream)
+    return stream
+
+
 async def collected(stream: Any) -> list[Any]:
     return [output async for output in stream]
 

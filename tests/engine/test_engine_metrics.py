@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from served_engine import ask, collected, stop, until
+from served_engine import ask, begun, collected, stop, until
 from startup.test_supervisor import MANY, serve
 from workers.worker_targets import Streaming, Worker
 
@@ -30,8 +30,7 @@ async def test_engines() -> None:
         client = supervisor.client
         metric = scrape(supervisor)
         await collected(client.submit(ask("a", 2)))
-        lost = client.submit(ask("b", None), engine=1)
-        await anext(lost)
+        _lost = await begun(client, "b", engine=1)
         stats = client.stats()
         assert (stats.requests, stats.failed, stats.in_flight, stats.missing) == (2, 0, 1, 0)
         assert (metric("engine_requests_total", client="0"), metric("engine_requests_in_flight", client="0")) == (2, 1)

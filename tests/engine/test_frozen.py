@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from served_engine import Engine, ask, collected, until
+from served_engine import Engine, ask, begun, collected, until
 from supervised import pids, serve
 
 from aioshm import Options
@@ -72,8 +72,7 @@ async def test_frozen_engine_and_worker_are_stopped_and_come_back(
     ):
         engines = pids(supervisor)
         workers = group.pids
-        stream = supervisor.client.submit(ask("a", None), engine=0)
-        await anext(stream)
+        _open = await begun(supervisor.client, "a", engine=0)
         freezer.add(engines[0])
         freezer.add(workers[0])
         freezer.freeze()

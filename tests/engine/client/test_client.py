@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from iterating import END, WAYS, by_aclosing
-from served_engine import Engine, ask, collected, here_and_there, served, until
+from served_engine import Engine, ask, begun, collected, here_and_there, served, until
 from typed_messages import Output, Request
 
 from aioshm.engine import ClientOptions, CoreEngine, EngineClient, EngineZmqAddresses
@@ -111,15 +111,13 @@ class TestLeaving:
             await until(lambda: engine.aborted[3:] == ["cancelled"])
 
             await client.abort(["nobody"])
-            stream = client.submit(ask("aborted", None))
-            await anext(stream)
+            stream = await begun(client, "aborted")
             await client.abort("aborted")
             with pytest.raises(RequestAborted, match="request 'aborted' was aborted"):
                 await anext(stream)
             await until(lambda: engine.aborted[4:] == ["aborted"])
 
-            stream = client.submit(ask("timed out", None))
-            await anext(stream)
+            stream = await begun(client, "timed out")
 
             async def give_up(left: Any) -> None:
                 with suppress(TimeoutError):
@@ -221,8 +219,7 @@ class TestTwoClients:
     async def test_id_of_another_client_is_refused_and_cannot_be_aborted(self) -> None:
         async with served(Engine(), n_clients=2) as serving:
             one, other = serving.clients
-            stream = one.submit(ask("a", None))
-            await anext(stream)
+            stream = await begun(one, "a")
             with pytest.raises(RequestFailed, match="another request in flight"):
                 await collected(other.submit(ask("a")))
             other._link.send(other._link.engines[0], b"\x01", [msgspec.msgpack.encode(["a"])])
@@ -262,8 +259,7 @@ class TestRemoval:
         addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
         async with served(Engine(), Engine(), addresses=addresses, handshake=LOOPBACK) as serving:
             client = serving.client
-            stream = client.submit(ask("a", None), engine=1)
-            await anext(stream)
+            stream = await begun(client, "a", engine=1)
             timeout = 0.01 if first == "times out" else None
             removals = [asyncio.create_task(client.remove_engine(1, timeout=each)) for each in (timeout, None)]
             await asyncio.sleep(0)

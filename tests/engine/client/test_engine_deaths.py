@@ -20,6 +20,7 @@ from served_engine import (
     Gated,
     Serving,
     ask,
+    begun,
     collected,
     served,
     served_by_processes,
@@ -61,9 +62,7 @@ async def end(serving: Serving, rank: int) -> None:
 async def test_death_fails_only_requests_and_calls_of_the_dead_engine() -> None:
     async with served(Engine(), Engine(), on_engine_death="continue") as serving:
         client = serving.client
-        streams = [client.submit(ask(f"{rank}", None), engine=rank) for rank in (0, 1)]
-        for stream in streams:
-            await anext(stream)
+        streams = [await begun(client, f"{rank}", engine=rank) for rank in (0, 1)]
         waiting = [asyncio.create_task(client.call("never", engine=rank)) for rank in (0, 1)]
         await asyncio.sleep(0)
         await end(serving, 1)
@@ -117,13 +116,12 @@ async def test_requests_without_output_move_if_they_may(resubmit: Any) -> None:
     async with served(slow, Engine(), on_engine_death="continue", resubmit=resubmit) as serving:
         client = serving.client
         slow.gate.set()
-        begun = client.submit(ask("begun", None), engine=0)
-        await anext(begun)
+        started = await begun(client, "started", engine=0)
         slow.gate.clear()
         waiting = [client.submit(ask(str(number), 3), engine=0) for number in range(5)]
         await end(serving, 0)
         with pytest.raises(EngineDead):
-            await anext(begun)
+            await anext(started)
         for stream in waiting:
             if resubmit is None:
                 with pytest.raises(EngineDead):
@@ -226,9 +224,7 @@ async def test_processes_that_are_killed() -> None:
     async with served_by_processes(3, on_engine_death="continue", resubmit="unstarted") as serving:
         client = serving.client
         assert serving.manager is not None
-        endless = [client.submit(ask(f"endless {rank}", None), engine=rank) for rank in range(3)]
-        for stream in endless:
-            await anext(stream)
+        endless = [await begun(client, f"endless {rank}", engine=rank) for rank in range(3)]
         pids = [process.pid or 0 for process in serving.manager.processes]
         stop(pids[2], signal.SIGSTOP)  # its later requests stay without output
         streams = [client.submit(ask(f"{number}", 4)) for number in range(30)]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import zmq
 from peers import BareEngine, pack
-from served_engine import Engine, Gated, Serving, ask, clients_of, collected, here_and_there, served, until
+from served_engine import Engine, Gated, ask, begun, clients_of, collected, here_and_there, served, until
+from support import cancelled
 
 from aioshm.engine.protocol.messages import PauseMode
 from aioshm.errors import (
@@ -54,14 +55,6 @@ async def stands(*engines: Model) -> bool:
     return before == [engine.steps for engine in engines] and not any(engine.inside for engine in engines)
 
 
-async def begun(serving: Serving, *ids: str, tokens: int | None = None) -> list[Any]:
-    """Return streams of requests that have brought their first output, one at each engine."""
-    streams = [serving.client.submit(ask(each, tokens), engine=rank) for rank, each in enumerate(ids)]
-    for stream in streams:
-        await anext(stream)
-    return streams
-
-
 class TestModes:
     async def test_finish_lets_requests_end_and_new_ones_wait(self) -> None:
         engines = [Model(), Model()]
@@ -91,7 +84,7 @@ class TestModes:
         engines = [Model(), Model()]
         async with served(*engines) as serving:
             client = serving.client
-            streams = await begun(serving, "a", "b")
+            streams = [await begun(serving.client, each, engine=rank) for rank, each in enumerate("ab")]
             await client.pause("abort")
             for rank, stream in enumerate(streams):
                 with pytest.raises(RequestAborted, match=r"'[ab]' was aborted before.*engines were paused") as caught:
@@ -111,7 +104,7 @@ class TestModes:
             client = serving.client
             for engine in engines:
                 engine.pace_s = 0.002  # no request ends before the order arrives
-            streams = await begun(serving, "a", "b", tokens=300)
+            streams = [await begun(serving.client, each, 300, engine=rank) for rank, each in enumerate("ab")]
             await client.pause("keep")
             for engine in engines:
                 engine.pace_s = 0.0
@@ -160,7 +153,7 @@ class TestModes:
         engine = Model()
         async with served(engine) as serving:
             client = serving.client
-            (stream,) = await begun(serving, "a", tokens=100)
+            stream = await begun(serving.client, "a", 100)
             await client.pause("keep")
             waiting = client.submit(ask("b", 2))
             await client.pause("finish")  # lets the kept request end
@@ -169,7 +162,7 @@ class TestModes:
             await client.pause("finish")
             await client.resume()
             assert len(await collected(waiting)) == 2
-            (stream,) = await begun(serving, "c")
+            stream = await begun(serving.client, "c")
             await client.pause("keep")
             waiting = client.submit(ask("d", 2))
             await client.pause("abort")
@@ -194,8 +187,7 @@ class TestWaits:
         engines = [Model(), Model()]
         async with served(*engines) as serving:
             client = serving.client
-            stream = client.submit(ask("a", None), engine=1)
-            await anext(stream)
+            _open = await begun(client, "a", engine=1)
 
             async def refused() -> str:
                 with pytest.raises(TimeoutError, match=r"engines (0, )?1 have not paused after 0\.05 s") as caught:
@@ -216,12 +208,10 @@ class TestWaits:
         engine = Model()
         async with served(engine) as serving:
             client = serving.client
-            (stream,) = await begun(serving, "a")
+            stream = await begun(serving.client, "a")
             pausing = asyncio.create_task(client.pause())
             await until(lambda: client.paused)
-            pausing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await pausing
+            await cancelled(pausing)
             assert client.paused == "finish"
             waiting = client.submit(ask("b"))
             await stream.aclose()
@@ -229,16 +219,14 @@ class TestWaits:
             assert await stands(engine)
             resuming = asyncio.create_task(client.resume())
             await asyncio.sleep(0)
-            resuming.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await resuming
+            await cancelled(resuming)
             assert client.paused is None
             assert len(await collected(waiting)) == 3
 
     async def test_pause_that_is_undone_meanwhile_raises(self) -> None:
         engine = Model()
         async with served(engine) as serving:
-            (stream,) = await begun(serving, "a")
+            stream = await begun(serving.client, "a")
             pausing = [asyncio.create_task(serving.client.pause()) for _ in range(2)]
             await until(lambda: serving.client.paused)
             await serving.client.resume()
@@ -251,7 +239,7 @@ class TestWaits:
         engines = [Model(), Model()]
         async with served(*engines, on_engine_death="continue") as serving:
             client = serving.client
-            streams = await begun(serving, "a", "b")
+            streams = [await begun(serving.client, each, engine=rank) for rank, each in enumerate("ab")]
             pausing = asyncio.create_task(client.pause())
             await until(lambda: client.paused)
             await client.abort("a")
@@ -268,7 +256,7 @@ class TestWaits:
     async def test_death_of_all_ends_the_pause_with_an_error(self) -> None:
         engines = [Model(), Model()]
         async with served(*engines) as serving:
-            streams = await begun(serving, "a", "b")
+            streams = [await begun(serving.client, each, engine=rank) for rank, each in enumerate("ab")]
             pausing = asyncio.create_task(serving.client.pause())
             await until(lambda: serving.client.paused)
             waiting = serving.client.submit(ask("c"))
@@ -342,19 +330,6 @@ class TestSeveralClients:
             assert len(await collected(waiting)) == 2
             await until(lambda: one.paused is None)
             assert [len(await collected(stream)) for stream in streams] == [59] * 3
-
-    async def test_client_that_closes_leaves_the_pause(self) -> None:
-        engine = Model()
-        async with served(engine, n_clients=2) as serving:
-            one, other = serving.clients
-            await collected(other.submit(ask("a")))
-            await one.pause("keep")
-            await one.aclose()
-            waiting = other.submit(ask("b"))
-            assert await stands(engine)
-            assert other.paused == "keep"
-            await other.resume()
-            assert len(await collected(waiting)) == 3
 
     async def test_last_order_holds_everywhere(self) -> None:
         """Both pause and resume without waiting; nothing is lost, and the state is the same at all of them."""

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 from peers import BareEngine
-from served_engine import Engine, Gated, ask, clients_of, collected, here_and_there, served, until
+from served_engine import Engine, Gated, ask, begun, clients_of, collected, here_and_there, served, until
 
 from aioshm.engine import EngineClient
 from aioshm.engine.client import requests
@@ -215,8 +215,7 @@ async def test_id_used_again_at_once_gets_its_own_outputs(way: str) -> None:
 
 async def test_id_of_a_request_that_somebody_waits_for_is_refused() -> None:
     async with served(Engine()) as serving:
-        stream = serving.client.submit(ask("a", None))
-        await anext(stream)
+        stream = await begun(serving.client, "a")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(stream), 0.01)
         waiting = asyncio.create_task(anext(stream))

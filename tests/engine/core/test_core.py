@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 from peers import BareFrontEnd
-from served_engine import Engine, ask, collected, here_and_there, served, until
+from served_engine import Engine, ask, begun, collected, here_and_there, served, until
 from startups import tasks
 
 from aioshm.engine import (
@@ -126,8 +126,7 @@ class TestEndings:
 
     async def test_sigterm_ends_the_engine_without_an_error(self) -> None:
         async with served(Engine()) as serving:
-            stream = serving.client.submit(ask("a", None))
-            await anext(stream)
+            stream = await begun(serving.client, "a")
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
             os.kill(os.getpid(), signal.SIGTERM)
             with pytest.raises(EngineDead):

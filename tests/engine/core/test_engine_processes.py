@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_engine import ask, collected, served_by_processes, stop, until
+from served_engine import ask, begun, collected, served_by_processes, stop, until
 
 from aioshm.engine import CoreEngine, EngineStartupCoordinator, EngineZmqAddresses
 from aioshm.errors import EngineDead
@@ -54,9 +54,7 @@ async def test_an_engine_that_dies_is_named_to_all_that_wait() -> None:
     async with served_by_processes(2, n_clients=2) as serving:
         waiting = []
         for client in serving.clients:
-            streams = [client.submit(ask(f"{id(client)} {number}", None)) for number in range(10)]
-            for stream in streams:
-                await anext(stream)
+            streams = [await begun(client, f"{id(client)} {number}") for number in range(10)]
             waiting += [asyncio.ensure_future(anext(stream)) for stream in streams]
             waiting += [asyncio.create_task(client.call("never", engine=rank)) for rank in (0, 1)]
             waiting.append(asyncio.create_task(client.call("never")))

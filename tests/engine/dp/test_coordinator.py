@@ -14,6 +14,7 @@ import psutil
 import pytest
 from managed import gone
 from peers import Peers, counts, frames, pack, published, start, starts, until
+from support import cancelled
 
 from aioshm.engine import DPCoordinator, EngineKeys, get_engine_client_zmq_addr
 from aioshm.engine.dp import Coordination, CoordinatorAddresses
@@ -89,9 +90,7 @@ class TestFailure:
         starting = asyncio.create_task(DPCoordinator.start(2))
         while not set(psutil.Process().children()) - children:
             await asyncio.sleep(0.001)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
+        await cancelled(starting)
         assert not set(psutil.Process().children()) - children
 
     @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from managed import gone
 from ray_targets import GPUS
 from served_engine import ask, collected
 from startups import addresses
-from support import eventually
+from support import cancelled, eventually
 
 from aioshm.engine import (
     APIServerProcessManager,
@@ -192,17 +192,13 @@ class TestEnd:
         manager = await CoreEngineActorManager.start(targets.leave, 1, 0, args=([None],))
         closing = asyncio.create_task(manager.aclose())
         await asyncio.sleep(0)
-        closing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await closing
+        await cancelled(closing)
         assert manager.finished_procs() == {"EngineCore_0": None}
 
     async def test_of_one_whose_start_is_cancelled(self) -> None:
         starting = asyncio.create_task(CoreEngineActorManager.start(targets.leave, 2, 1, args=([None, None],)))
         await asyncio.sleep(0.05)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
+        await cancelled(starting)
         async with asyncio.timeout(60):
             while ray.available_resources().get("GPU") != sum(GPUS.values()):
                 await asyncio.sleep(0.05)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import ray_targets as targets
-from served_engine import ask, collected
+from served_engine import ask, begun, collected
 from support import eventually, until
 
 from aioshm.engine import CoreEngineActorManager, EngineLayout, EngineNeeds, EngineSupervisor, Restart
@@ -100,8 +100,7 @@ async def test_actor_comes_back_also_when_its_node_has_left(
         first = supervisor.engines[2].pid
         assert first
         assert manager.actors[2].node_id == first_node
-        stream = supervisor.client.submit(ask("lost", None), engine=2)
-        await anext(stream)
+        stream = await begun(supervisor.client, "lost", engine=2)
         os.kill(first, signal.SIGKILL)
         with pytest.raises(EngineDead, match=rf"engine 2 \(pid {first} on .*\) exited|engine 2 .* is gone"):
             await collected(stream)

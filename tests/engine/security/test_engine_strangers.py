@@ -18,7 +18,7 @@ import psutil
 import pytest
 import zmq
 from peers import Peers, complete, pack, published, start, starts
-from served_engine import Engine, Serving, ask, collected, served
+from served_engine import Engine, Serving, ask, begun, collected, served
 from startups import engine, starting
 from support import tell_to_end, until
 
@@ -169,8 +169,7 @@ class TestSecure:
         async with served(
             Engine(), Engine(), addresses=EngineZmqAddresses([LOOPBACK], [LOOPBACK]), keys=keys
         ) as serving:
-            stream = serving.client.submit(ask("r", None), engine=0)
-            await anext(stream)
+            stream = await begun(serving.client, "r", engine=0)
             with zmq.Context() as context:
                 with curved(context, zmq.PUSH, serving.client.addresses.outputs[0], mine) as push:
                     push.send(pack([0, [{"request_id": "r", "token": 666, "finished": True}]]))
@@ -273,8 +272,7 @@ class TestOtherUsers:
         """The directory does; and without it, unless ``secure=False``, the kernel's word on who connects."""
         async with served(Engine(), secure=secure) as serving:
             ports = serving.client.addresses.inputs[0], serving.client.addresses.outputs[0]
-            stream = serving.client.submit(ask("r", None))
-            await anext(stream)
+            stream = await begun(serving.client, "r")
             await attack("dead", *ports, uid=NOBODY)
             assert len(await collected(serving.client.submit(ask("s", 5)))) == 5
             for directory in (runtime_dir.parent, runtime_dir):

@@ -21,7 +21,7 @@ import pytest
 from managed import gone
 from served_engine import stop, until
 from supervised import MANY, api_servers, serve
-from support import eventually
+from support import cancelled, eventually
 
 from aioshm.engine import (
     APIServerProcessManager,
@@ -168,9 +168,7 @@ class TestWaiting:
             waiting = asyncio.create_task(wait_for_completion_or_failure(api, CoreEngineProcManager(targets.stay, 0)))
             await asyncio.wait([waiting], timeout=0.1)
             assert not waiting.done()
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
+            await cancelled(waiting)
             assert all_ended(api)
 
     @pytest.mark.parametrize(
@@ -266,9 +264,7 @@ class TestRestarts:
         await until(lambda: api.servers[1].restarts == 1 and api.servers[1].state == "running")
         assert not waiting.done()
         assert (api.servers[0].restarts, api.servers[0].cause) == (0, "")
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+        await cancelled(waiting)
         assert all_ended(api)
         async with servers([0, 0], restart=MANY) as both:
             await both.wait()

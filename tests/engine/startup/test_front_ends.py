@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_engine import Engine, ask, collected, stop, until
+from served_engine import Engine, ask, begun, collected, stop, until
 from startups import starting
 from supervised import LOOPBACK, MANY, front_end, hanging_front_end, pids, serve
+from support import cancelled
 
 from aioshm.engine import (
     ClientOptions,
@@ -79,9 +80,7 @@ async def test_leaving_engine_is_drained_by_all_front_ends() -> None:
             with pytest.raises(RoleError, match="scale its supervisor"):
                 client.add_engine(7)
         assert await call == "done"
-        going.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await going
+        await cancelled(going)
         for client in clients:
             await until(lambda client=client: client._link.engines[2].serves)
         going = asyncio.create_task(supervisor.scale(1))
@@ -91,8 +90,7 @@ async def test_leaving_engine_is_drained_by_all_front_ends() -> None:
         await going
         assert [client.ranks for client in clients] == [[0], [0]]
         await supervisor.scale(2)
-        stream = one.submit(ask("endless", None), engine=1)
-        await anext(stream)
+        stream = await begun(one, "endless", engine=1)
         await supervisor.scale(1, timeout=0.01)
         with pytest.raises(EngineDead, match="engine 1 was taken out of service"):
             await anext(stream)
@@ -103,9 +101,7 @@ async def test_front_ends_learn_the_cause_of_a_death(tmp_path: Path) -> None:
     crash = tmp_path / "crash"
     async with supervised(2, EngineKeys.generate(), kwargs={"crash": str(crash)}) as (supervisor, clients):
         for _ in range(2):
-            streams = [client.submit(ask(f"{client}", None), engine=1) for client in clients]
-            for stream in streams:
-                await anext(stream)
+            streams = [await begun(client, f"{client}", engine=1) for client in clients]
             victim = pids(supervisor)[1]
             stop(victim)
             for stream in streams:
@@ -170,9 +166,7 @@ async def test_front_end_that_hangs_holds_up_no_scaling_with_a_timeout() -> None
             gone = pids(supervisor)[1]
             going = asyncio.create_task(supervisor.scale(1, timeout=0.01))
             await until(lambda: members.ranks == [0])
-            going.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await going
+            await cancelled(going)
             assert not os.path.exists(f"/proc/{gone}")
         await supervisor.scale(2)
         await supervisor.scale(1)

@@ -14,8 +14,9 @@ from typing import Any
 import hanging
 import pytest
 from hanging import line_of
-from served_engine import Engine, ask, collected, stop, until
+from served_engine import Engine, ask, begun, collected, stop, until
 from supervised import MANY, api_servers, pids
+from support import cancelled
 
 from aioshm import Options
 from aioshm.engine import (
@@ -103,8 +104,7 @@ async def test_stopped_engine_is_replaced_where_the_policy_says_so() -> None:
     restart = Restart(hang_s=HANG_S, kill_stopped=True)
     async with supervised(restart=restart) as supervisor:
         [victim, _] = pids(supervisor)
-        stream = supervisor.client.submit(ask("a", None), engine=0)
-        await anext(stream)
+        stream = await begun(supervisor.client, "a", engine=0)
         stop(victim, signal.SIGSTOP)
         died = rf"engine 0 \(pid {victim}\) hung for \d+ s \(stopped\) .*, and was killed"
         with pytest.raises(EngineDead, match=died):
@@ -116,8 +116,7 @@ async def test_hung_engine_is_replaced_and_its_unstarted_requests_move() -> None
     async with supervised(restart=HANG, resubmit="unstarted") as supervisor:
         client = supervisor.client
         [victim, _] = pids(supervisor)
-        started = client.submit(ask("started", None), engine=0)
-        await anext(started)
+        started = await begun(client, "started", engine=0)
         hanging = asyncio.ensure_future(client.call("hang_now", __file__, engine=0))
         await until(lambda: supervisor.engines[0].state == "stalled")
         unstarted = client.submit(ask("unstarted"), engine=0)
@@ -176,8 +175,7 @@ async def test_in_lockstep_nobody_is_killed_for_a_stopped_engine(tmp_path: Path)
     async with in_step(tmp_path) as supervisor:
         client = supervisor.client
         before = pids(supervisor)
-        stream = client.submit(ask("long", None), engine=0)
-        await anext(stream)
+        _open = await begun(client, "long", engine=0)
         stop(before[1], signal.SIGSTOP)
         try:
             await until(lambda: [info.state for info in supervisor.engines] == ["stalled", "stopped"])
@@ -276,9 +274,7 @@ async def ending(
 
 async def test_cancelled_restart_leaves_an_engine_the_time_to_end(tmp_path: Path) -> None:
     async with ending(tmp_path, 1) as (supervisor, restarting):
-        restarting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await restarting
+        await cancelled(restarting)
         await supervisor.restart(0)
         assert (tmp_path / "shutdown.done").exists()
         assert supervisor.engines[0].restarts == 1

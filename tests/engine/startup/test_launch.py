@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import zmq
 from managed import gone
-from served_engine import ask, collected, stop
+from served_engine import ask, begun, collected, stop
 from supervised import serve
+from support import cancelled
 
 from aioshm.engine import (
     ClientOptions,
@@ -60,8 +61,7 @@ class TestServing:
             assert [report["seen"] for report in await launch.client.call("report")] == [5, 5]
             pids = pids_of(launch)
             assert await launch.wait_until_ready() is launch.report
-            waiting = launch.client.submit(ask("endless", None))
-            await anext(waiting)
+            waiting = await begun(launch.client, "endless")
         assert len(pids) == 3
         assert all(map(gone, pids))
         assert progress[-1].ready == 2
@@ -101,8 +101,7 @@ class TestServing:
             layout=EngineLayout(addresses=addresses, handshake_address=ANY),
             client=ClientOptions(secure=secure),
         ) as launch:
-            stream = launch.client.submit(ask("a", None))
-            await anext(stream)
+            stream = await begun(launch.client, "a")
             with zmq.Context() as context:
                 stranger = context.socket(zmq.PUSH)
                 stranger.connect(addresses.outputs[0])
@@ -135,8 +134,7 @@ class TestFailures:
 
     async def test_death_of_the_coordinator_is_named(self) -> None:
         async with launch_core_engines(serve, 2) as launch:
-            stream = launch.client.submit(ask("a", None), engine=0)
-            await anext(stream)
+            stream = await begun(launch.client, "a", engine=0)
             stop(pids_of(launch)[2])
             with pytest.raises(EngineDead, match=r"DPCoordinator \(pid \d+\) was killed by SIGKILL"):
                 await anext(stream)
@@ -146,9 +144,7 @@ class TestFailures:
     async def test_cancelled_at_any_moment(self, after_s: float) -> None:
         task = asyncio.create_task(enter(serve, 2, kwargs={"stuck": __file__}))
         await asyncio.sleep(after_s)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancelled(task)
 
 
 class TestArguments:

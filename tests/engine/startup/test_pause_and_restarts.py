@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_engine import Engine, ask, collected, stop, until
+from served_engine import Engine, ask, begun, collected, stop, until
 from supervised import MANY, front_end, hanging_front_end, pids
 
 from aioshm.engine import (
@@ -141,8 +141,7 @@ async def test_front_ends_pause_together(tmp_path: Path) -> None:
         front_end(supervisor, 0) as one,
         front_end(supervisor, 1) as other,
     ):
-        stream = other.submit(ask("a", None))
-        await anext(stream)
+        stream = await begun(other, "a")
         pausing = asyncio.create_task(one.pause())
         await until(lambda: other.paused == supervisor.paused == "finish")
         assert not pausing.done()
@@ -166,9 +165,7 @@ async def test_supervisor_pauses_the_engines_of_its_front_ends(tmp_path: Path) -
         front_end(supervisor, 0) as one,
         front_end(supervisor, 1) as other,
     ):
-        streams = [client.submit(ask(f"{client.stats().index}", None), engine=1) for client in (one, other)]
-        for stream in streams:
-            await anext(stream)
+        streams = [await begun(client, f"{client.stats().index}", engine=1) for client in (one, other)]
         with pytest.raises(TimeoutError, match=r"engines 1 have not paused after 0\.2 s"):
             await supervisor.pause(timeout=0.2)
         await supervisor.pause("abort")

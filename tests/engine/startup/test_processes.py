@@ -18,7 +18,7 @@ from typing import Any
 import engine_targets as targets
 import pytest
 from managed import gone, wait_for_all, wait_for_line
-from support import eventually
+from support import cancelled, eventually
 
 from aioshm.engine import CoreEngineProcManager
 from aioshm.process import child
@@ -95,9 +95,7 @@ class TestStarting:
         starting = asyncio.create_task(CoreEngineProcManager.start(targets.stay, 3, 5))
         while not started:
             await asyncio.sleep(0)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
+        await cancelled(starting)
         assert len(started) < 3
         assert all(map(gone, started))
         async with await CoreEngineProcManager.start(targets.stay, 2, 5, shutdown_timeout=0) as manager:

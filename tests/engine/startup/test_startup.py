@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from startups import ADDRESSES, GOOD, addresses, engine, managed, ready_with, starting, tasks
+from support import cancelled
 
 from aioshm.engine import (
     CoreEngine,
@@ -147,9 +148,7 @@ class TestWaiting:
                 await startup.wait(0.02)
             waiting = asyncio.create_task(startup.wait())
             await asyncio.sleep(0.02)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
+            await cancelled(waiting)
             async with tasks(engine(path, 0)):
                 await startup.wait(20)
 

@@ -16,6 +16,7 @@ import pytest
 from fake_process import FakeProcess
 from served_engine import until
 from startups import GOOD, LOADING, FakeManager, addresses, engine, managed, ready, starting, tasks
+from support import cancelled
 
 from aioshm.engine import CoreEngine, CoreEngineState, wait_for_engine_startup
 from aioshm.engine.startup import coordinator as startup_module
@@ -188,9 +189,7 @@ class TestProcesses:
             async with starting(path, 1, manager, progress_timeout=0.05) as startup:
                 waiting = asyncio.create_task(startup.wait(20))
                 await stopping.wait()
-                waiting.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await waiting
+                await cancelled(waiting)
                 late = asyncio.create_task(startup.wait(0.01))
                 await asyncio.wait([late], timeout=0.05)
                 go_on.set()

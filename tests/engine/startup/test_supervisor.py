@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_engine import ask, collected, stop, until
+from served_engine import ask, begun, collected, stop, until
 from supervised import MANY, pids, serve, serve_after_death
+from support import cancelled
 
 from aioshm.engine import (
     ClientOptions,
@@ -37,9 +38,7 @@ async def test_killed_engine_comes_back_while_the_others_serve(caplog: pytest.Lo
     seen: list[RankInfo] = []
     async with EngineSupervisor(serve, 2, restart=MANY, on_change=seen.append) as supervisor:
         client = supervisor.client
-        streams = [client.submit(ask(f"{rank}", None), engine=rank) for rank in (0, 1)]
-        for stream in streams:
-            await anext(stream)
+        streams = [await begun(client, f"{rank}", engine=rank) for rank in (0, 1)]
         before = pids(supervisor)
         for number in (signal.SIGKILL, signal.SIGTERM):
             victim = pids(supervisor)[1]
@@ -94,8 +93,7 @@ async def test_a_crash_loop_ends_everything_with_every_cause(tmp_path: Path) -> 
         kwargs={"crash": str(crash)},
         layout=EngineLayout(coordinator=False),
     ) as supervisor:
-        stream = supervisor.client.submit(ask("a", None), engine=0)
-        await anext(stream)
+        stream = await begun(supervisor.client, "a", engine=0)
         crash.touch()
         stop(pids(supervisor)[1])
         with pytest.raises(EngineDead, match="engine 1 is in a crash loop: 3 deaths within 60 s") as caught:
@@ -130,14 +128,11 @@ async def test_engine_that_is_not_ready_in_time_is_killed_and_restarted(
 
 async def test_an_engine_that_does_not_finish_is_waited_for_as_long_as_said() -> None:
     async with EngineSupervisor(serve, 2) as supervisor:
-        stream = supervisor.client.submit(ask("endless", None), engine=1)
-        await anext(stream)
+        stream = await begun(supervisor.client, "endless", engine=1)
         going = asyncio.create_task(supervisor.scale(1))
         await until(lambda: supervisor.engines[-1].state == "stopping")
         assert supervisor.client.submit(ask("a", 1)).engine == 0
-        going.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await going
+        await cancelled(going)
         assert [info.state for info in supervisor.engines] == ["running"] * 2
         await until(lambda: supervisor.client.submit(ask("b", 1)).engine == 1)
         await supervisor.scale(1, timeout=0.01)
