@@ -97,6 +97,14 @@ def serve(listen_address: str, sock: socket.socket, args: Any, client_config: di
         connection.sendall(json.dumps([listen_address, args, client_config]).encode())
 
 
+def tell_pid(listen_address: str, sock: socket.socket, args: Any, client_config: dict[str, Any]) -> None:
+    """Send the process id to each connection, and keep the connection."""
+    kept = []
+    while True:
+        kept.append(sock.accept()[0])
+        kept[-1].sendall(b"%d\n" % os.getpid())
+
+
 def serve_badly(listen_address: str, sock: Any, args: list[int | None], client_config: dict[str, Any]) -> None:
     """Exit with the code of this server; None stays."""
     code = args[client_config["client_index"]]

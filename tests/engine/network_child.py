@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Any
+
+from served_engine import Engine, ask
 
 from aioshm.engine import (
     ClientOptions,
@@ -22,28 +23,6 @@ from aioshm.engine import (
 )
 
 KEYS = EngineKeys(bytes(32))
-
-
-class Engine:
-    """Answers each request once."""
-
-    def __init__(self) -> None:
-        self._requests: list[str] = []
-
-    def initialize(self, _metadata: object) -> dict[str, Any]:
-        return {"num_gpu_blocks": 5}
-
-    def add_request(self, request: Any) -> None:
-        self._requests.append(request["request_id"])
-
-    def abort_requests(self, ids: list[str]) -> None: ...
-
-    def step(self) -> list[dict[str, Any]]:
-        outputs = [{"request_id": request_id, "finish_reason": "stop"} for request_id in self._requests]
-        self._requests.clear()
-        return outputs
-
-    def shutdown(self) -> None: ...
 
 
 async def main(role: str, host: str) -> None:
@@ -61,7 +40,7 @@ async def main(role: str, host: str) -> None:
                 print("bound", flush=True)
                 await startup.wait(60)
         await client.wait_until_ready(60)
-        async for _ in client.submit({"request_id": role}):
+        async for _ in client.submit(ask(role, 1)):
             print("answered", flush=True)
         await asyncio.sleep(600)
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import uuid
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,17 +19,12 @@ import engine_targets as targets
 import pytest
 from managed import gone
 from served_engine import stop, until
-from supervised import MANY, api_servers, serve
+from supervised import MANY
 from support import cancelled, eventually
 
 from aioshm.engine import (
     APIServerProcessManager,
-    ClientOptions,
     CoreEngineProcManager,
-    EngineClient,
-    EngineLayout,
-    EngineSupervisor,
-    EngineZmqAddresses,
     ProcessManager,
     Restart,
     wait_for_completion_or_failure,
@@ -188,62 +182,22 @@ class TestWaiting:
         assert api.sentinels() == []
 
 
-def front_end(listen_address: str, sock: socket.socket, args: None, config: dict[str, Any]) -> None:
-    """Send the process id to each connection, and submit a request for each line."""
-
-    async def talk(client: EngineClient, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"%d\n" % os.getpid())
-        while line := await reader.readline():
-            request = {"request_id": uuid.uuid4().hex, "tokens": int(line)}
-            writer.write(b"%d\n" % len([output async for output in client.submit(request)]))
-
-    async def work() -> None:
-        addresses = EngineZmqAddresses([config["input_address"]], [config["output_address"]])
-        options = ClientOptions(on_engine_death="continue", membership_address=config["membership_address"])
-        async with EngineClient(addresses, 1, options) as client:
-            await client.wait_until_ready(30)
-            server = await asyncio.start_server(lambda *streams: talk(client, *streams), sock=sock)
-            await server.serve_forever()
-
-    asyncio.run(work())
-
-
-class Connection:
-    """A connection to a front end."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
-        self.reader = reader
-        self.writer = writer
-        self.pid = pid
-
-    @classmethod
-    async def open(cls, address: tuple[str, int]) -> Connection:
-        reader, writer = await asyncio.open_connection(*address)
-        return cls(reader, writer, int(await reader.readline()))
-
-    async def ask(self, tokens: int) -> int:
-        self.writer.write(b"%d\n" % tokens)
-        return int(await self.reader.readline())
-
-
-@pytest.mark.usefixtures("runtime_dir")
 class TestRestarts:
     async def test_connections_wait_at_the_socket(self, listener: socket.socket) -> None:
-        layout = EngineLayout(coordinator=False)
-        async with EngineSupervisor(serve, 1, num_api_servers=1, layout=layout) as supervisor:
-            async with api_servers(supervisor, front_end, None, sock=listener) as manager:
-                address = listener.getsockname()[:2]
-                listener.close()  # each server has a copy, and its successor gets one, too
-                first = await Connection.open(address)
-                assert await first.ask(2) == 2
-                stop(first.pid)
-                assert await first.reader.read() == b""
-                late = await Connection.open(address)  # nobody accepts now
-                assert late.pid != first.pid
-                assert f"ApiServer_0 (pid {first.pid}) was killed by SIGKILL" in manager.servers[0].cause
-                assert await late.ask(2) == 2
-                for connection in (first, late):
-                    connection.writer.close()
+        address = listener.getsockname()[:2]
+        async with APIServerProcessManager(
+            targets.tell_pid, "", listener, None, 1, ["ipc:///a"], ["ipc:///b"], restart=MANY
+        ) as manager:
+            listener.close()  # each server has a copy, and its successor gets one, too
+            first, _writer = await asyncio.open_connection(*address)
+            pid = int(await first.readline())
+            stop(pid)
+            assert await first.read() == b""
+            late, _late_writer = await asyncio.open_connection(*address)  # nobody accepts now
+            assert int(await late.readline()) != pid
+            assert f"ApiServer_0 (pid {pid}) was killed by SIGKILL" in manager.servers[0].cause
+            _writer.close()
+            _late_writer.close()
 
     async def test_a_crash_loop_ends_everything_with_every_cause(self, nothing_kept: None) -> None:
         api = servers([None, 3], restart=Restart(max_restarts=2, backoff_s=0.001))

@@ -385,6 +385,7 @@ async def test_front_ends_pass_over_a_stopped_engine_and_are_replaced_when_they_
             assert line_of("hang_while_there_is") in servers.servers[0].cause
             assert servers.servers[1].pid == before[1]
             assert {info.rank for info in seen} == {0}
+            assert await used(tmp_path) == [{0, 1}, {0, 1}], "its successor serves"
 
 
 async def test_stopped_coordinator_is_named(caplog: pytest.LogCaptureFixture) -> None:
