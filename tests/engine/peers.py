@@ -10,7 +10,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from aioshm.engine import EngineClient, EngineKeys, EngineZmqAddresses
+from aioshm.engine import DPCoordinator, EngineClient, EngineKeys, EngineZmqAddresses
 from aioshm.engine.dp import CoordinatorAddresses
 from aioshm.engine.protocol.messages import mark
 
@@ -63,6 +63,10 @@ class Peers:
 
     def reporter(self, rank: int = 0) -> zmq.asyncio.Socket:
         return self.connect(zmq.PUSH, self.addresses.engine_output, rank)
+
+
+def places(coordinator: DPCoordinator) -> CoordinatorAddresses:
+    return CoordinatorAddresses(coordinator.get_stats_publish_address(), *coordinator.get_engine_socket_addresses())
 
 
 async def frames(socket: zmq.asyncio.Socket) -> list[bytes]:

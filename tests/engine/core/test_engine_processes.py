@@ -82,20 +82,6 @@ async def test_an_engine_that_dies_is_named_to_all_that_wait() -> None:
         assert victim.exitcode == -9
 
 
-async def test_step_that_fails_ends_the_process_with_the_last_line_of_its_stderr(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("aioshm.engine.client.liveness.NAME_WITHIN_S", 20)  # Python may end slowly
-    async with served_by_processes(2) as serving:
-        manager = serving.manager
-        assert manager is not None
-        pid = manager.processes[1].pid
-        with pytest.raises(EngineDead) as caught:
-            await collected(serving.client.submit(ask("a", crash="CUDA out of memory"), engine=1))
-        assert str(caught.value) == f"engine 1 (pid {pid}) exited with code 1: RuntimeError: CUDA out of memory"
-        assert (caught.value.engine, manager.finished_procs()) == (1, {"EngineCore_1": 1})
-
-
 WARMS_UP = """
 import asyncio, sys
 from pathlib import Path

@@ -25,7 +25,6 @@ from aioshm.engine import (
     StartupOptions,
     shake_hands,
 )
-from aioshm.errors import HandshakeError
 from aioshm.zeromq import endpoint
 from aioshm.zeromq.endpoint import open_socket
 
@@ -43,24 +42,6 @@ def front(path: str) -> Iterator[BareFrontEnd]:
         made = BareFrontEnd(context, path, b"\x05\0")
         yield made
         made.close()
-
-
-async def test_invalid_init_is_refused(front: BareFrontEnd, path: str) -> None:
-    async with tasks(shake_hands(path, 5, initialize=ready_with())) as (engine,):
-        await front.hears()
-        front.says(INIT, b"")
-        with pytest.raises(HandshakeError, match="engine 5 in state NEW: "):
-            await engine
-
-
-async def test_engine_that_cannot_be_made_is_never_ready(front: BareFrontEnd, path: str) -> None:
-    async with tasks(shake_hands(path, 5, initialize=lambda _: 1 / 0)) as (engine,):
-        await front.hears()
-        front.says(INIT)
-        with pytest.raises(ZeroDivisionError):
-            await engine
-    await asyncio.sleep(0.02)
-    assert front.idle(), "no READY"
 
 
 class TestTwoFrontEnds:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from managed import gone
-from peers import Peers, counts, frames, pack, published, start, starts, until
+from peers import Peers, counts, frames, pack, places, published, start, starts, until
 from support import cancelled
 
 from aioshm.engine import DPCoordinator, EngineKeys, get_engine_client_zmq_addr
@@ -24,10 +24,6 @@ from aioshm.errors import EngineStartupError
 IDLE = [0, 0, 0.0]
 
 pytestmark = [pytest.mark.usefixtures("nothing_kept"), pytest.mark.slow_on_uvloop]
-
-
-def places(coordinator: DPCoordinator) -> CoordinatorAddresses:
-    return CoordinatorAddresses(coordinator.get_stats_publish_address(), *coordinator.get_engine_socket_addresses())
 
 
 async def some_traffic(coordinator: DPCoordinator, keys: EngineKeys | None = None) -> None:

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from peers import Peers, pack, published
+from peers import Peers, pack, places, published
 from served_engine import Engine, Serving, ask, collected, here_and_there, served, until
 
 from aioshm.engine import (
@@ -16,7 +16,6 @@ from aioshm.engine import (
     EngineKeys,
     EngineZmqAddresses,
 )
-from aioshm.engine.dp import CoordinatorAddresses
 from aioshm.engine.protocol.messages import PauseMode
 from aioshm.errors import RequestAborted
 
@@ -86,7 +85,7 @@ async def in_lockstep(n_engines: int, n_clients: int = 1) -> AsyncIterator[tuple
     async with await DPCoordinator.start(n_engines) as coordinator:
         addresses = coordinated(coordinator, here_and_there(n_clients))
         async with served(*ranks, addresses=addresses, n_clients=n_clients) as serving:
-            with Peers(CoordinatorAddresses(coordinator.get_stats_publish_address(), "", "")) as peers:
+            with Peers(places(coordinator)) as peers:
                 yield serving, ranks, peers
         assert not coordinator.last_lines("DPCoordinator")
 
@@ -130,7 +129,7 @@ async def test_keys_admit_engines_and_clients_over_tcp() -> None:
         engines = serving.client._link.engines
         await until(lambda: engines.published and not any(each.load for each in engines))
         await until(lambda: serving.client._link.wave > 0)
-        told = CoordinatorAddresses(coordinator.get_stats_publish_address(), *coordinator.get_engine_socket_addresses())
+        told = places(coordinator)
         assert all(address.startswith("tcp://") for address in told)
         with Peers(told) as strangers, Peers(told, EngineKeys.generate()) as others, Peers(told, keys) as friends:
             unheard = [await peers.front_end() for peers in (strangers, others)]

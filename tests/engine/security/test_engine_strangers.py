@@ -17,11 +17,12 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from peers import Peers, complete, pack, published, start, starts
+from peers import Peers, complete, pack, places, published, start, starts
 from served_engine import Engine, Serving, ask, begun, collected, served
 from startups import engine, starting
 from support import tell_to_end, until
 
+from aioshm.config import Options
 from aioshm.engine import (
     ClientOptions,
     DPCoordinator,
@@ -29,7 +30,6 @@ from aioshm.engine import (
     EngineKeys,
     EngineZmqAddresses,
 )
-from aioshm.engine.dp import CoordinatorAddresses
 from aioshm.errors import EngineDead, HandshakeError
 from aioshm.zeromq.monitor import ENDED, MISMATCH
 
@@ -107,7 +107,8 @@ class Watcher:
 @asynccontextmanager
 async def over_tcp(secure: bool) -> AsyncIterator[tuple[Serving, list[str]]]:
     addresses = EngineZmqAddresses([LOOPBACK], [LOOPBACK])
-    async with served(Engine(), addresses=addresses, handshake=LOOPBACK, secure=secure) as serving:
+    encrypted: dict[str, Any] = {"secure": secure, "options": Options(secure=secure)}
+    async with served(Engine(), addresses=addresses, handshake=LOOPBACK, **encrypted) as serving:
         yield serving, [addresses.inputs[0], addresses.outputs[0]]
 
 
@@ -194,9 +195,8 @@ class TestSecure:
         async with AsyncExitStack() as stack:
             opening = DPCoordinator.start(2, **where, keys=keys, secure=secure)
             coordinator = await stack.enter_async_context(await opening)
-            stats = coordinator.get_stats_publish_address()
-            (engines_at, reports_at) = coordinator.get_engine_socket_addresses()
-            peers = stack.enter_context(Peers(CoordinatorAddresses(stats, engines_at, reports_at), keys))
+            stats, engines_at, reports_at = places(coordinator)
+            peers = stack.enter_context(Peers(places(coordinator), keys))
             if name == "subscribe":
                 await attack(name, "", "", "", reports_at, engines_at)
                 lonely = await peers.subscriber(engines_at, 0)

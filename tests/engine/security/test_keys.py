@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 import zmq
-from peers import Peers, pack, published
-from served_engine import Engine, ask, collected, served, stop, until
+from peers import Peers, pack, places, published
+from served_engine import ask, collected, stop, until
 from supervised import LOOPBACK, MANY, pids, serve
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from aioshm.config import Options
 from aioshm.engine import (
     ClientOptions,
     CoreEngineProcManager,
@@ -35,7 +34,6 @@ from aioshm.engine import (
     ProcessManager,
     shake_hands,
 )
-from aioshm.engine.dp import CoordinatorAddresses
 from aioshm.engine.security.binding import AHEAD, ENGINES, Protection
 from aioshm.engine.security.keys import (
     as_attributes,
@@ -176,15 +174,6 @@ class TestHandingOver:
             assert self.said(manager) == ["keys None"]
 
 
-class TestOverTCP:
-    async def test_options_of_both_ends_may_leave_encryption_out(self) -> None:
-        async with served(
-            Engine(), addresses=over_tcp(), handshake=LOOPBACK, secure=False, options=Options(secure=False)
-        ) as serving:
-            assert len(await collected(serving.client.submit(ask("a")))) == 3
-            assert (await serving.client.call("add", 2, 3, engine=0)) == 5
-
-
 # Incarnations
 
 
@@ -306,7 +295,7 @@ async def test_a_dead_engine_s_keys_open_no_socket_of_the_front_end(
 async def test_a_dead_engine_s_keys_open_no_socket_of_the_coordinator() -> None:
     keys = EngineKeys.generate()
     async with await DPCoordinator.start(2, local_engines=False, local_front_ends=False, keys=keys) as coordinator:
-        told = CoordinatorAddresses(coordinator.get_stats_publish_address(), *coordinator.get_engine_socket_addresses())
+        told = places(coordinator)
         where = ((zmq.XSUB, told.engine_input), (zmq.PUSH, told.engine_output))
         with Peers(told, keys) as friends:
             await friends.engines(2)

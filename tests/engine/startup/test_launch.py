@@ -26,7 +26,7 @@ from aioshm.engine import (
     StartupProgress,
     launch_core_engines,
 )
-from aioshm.errors import EngineDead, EngineStartupError, QueueClosed
+from aioshm.errors import EngineDead, QueueClosed
 from aioshm.zeromq.hosts import own_address
 
 pytestmark = [pytest.mark.usefixtures("nothing_kept"), pytest.mark.slow_on_uvloop]
@@ -91,28 +91,21 @@ class TestServing:
                 for rank in range(2):
                     assert len(await collected(launch.client.submit(ask(str(rank)), engine=rank))) == 3
 
-    @pytest.mark.parametrize("secure", [True, False])
-    async def test_strangers_stay_outside(self, secure: bool) -> None:
-        """Over TCP everything is encrypted unless that is switched off; here somebody says that an engine has died."""
+    async def test_without_encryption_anybody_can_say_that_an_engine_has_died(self) -> None:
+        """Over TCP everything is encrypted unless that is switched off."""
         addresses = EngineZmqAddresses([ANY], [ANY])
         async with launch_core_engines(
             serve,
-            kwargs={"secure": secure},
+            kwargs={"secure": False},
             layout=EngineLayout(addresses=addresses, handshake_address=ANY),
-            client=ClientOptions(secure=secure),
+            client=ClientOptions(secure=False),
         ) as launch:
             stream = await begun(launch.client, "a")
-            with zmq.Context() as context:
-                stranger = context.socket(zmq.PUSH)
+            with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
                 stranger.connect(addresses.outputs[0])
                 stranger.send(b"ENGINE_CORE_DEAD")
-                if secure:
-                    for number in range(20):
-                        assert len(await collected(launch.client.submit(ask(str(number))))) == 3
-                else:
-                    with pytest.raises(EngineDead, match="has said that it ends"):
-                        await anext(stream)
-                stranger.close(linger=0)
+                with pytest.raises(EngineDead, match="has said that it ends"):
+                    await anext(stream)
 
 
 async def enter(*arguments: Any, **options: Any) -> None:
@@ -121,12 +114,6 @@ async def enter(*arguments: Any, **options: Any) -> None:
 
 
 class TestFailures:
-    async def test_engine_that_does_not_start_is_named(self) -> None:
-        text = r"EngineCore_[01] \(pid \d+, before HELLO\) exited with code 1(.|\n)*no memory left on device [01]"
-        with pytest.raises(EngineStartupError, match=text) as caught:
-            await enter(serve, 2, kwargs={"crash": __file__})
-        assert {"EngineCore_0", "EngineCore_1"} & {*caught.value.failed}
-
     async def test_an_address_that_cannot_be_bound(self) -> None:
         addresses = EngineZmqAddresses(["tcp://256.0.0.1:1"], [ANY])
         with pytest.raises(OSError, match=r"cannot bind tcp://256\.0\.0\.1:1"):

@@ -135,22 +135,22 @@ async def test_order_that_comes_while_an_engine_starts_is_obeyed(tmp_path: Path)
         assert len(await collected(stream)) == 3
 
 
-async def test_front_ends_pause_together(tmp_path: Path) -> None:
-    async with (
-        supervised(tmp_path / "hold", num_api_servers=3) as supervisor,
-        front_end(supervisor, 0) as one,
-        front_end(supervisor, 1) as other,
-    ):
-        stream = await begun(other, "a")
-        pausing = asyncio.create_task(one.pause())
-        await until(lambda: other.paused == supervisor.paused == "finish")
-        assert not pausing.done()
-        waiting = [client.submit(ask(f"{client.stats().index}")) for client in (one, other)]
-        await stream.aclose()
-        await pausing
-        async with front_end(supervisor, 2) as late:  # joins
-            assert late.paused == "finish"
-            waiting.append(late.submit(ask("late")))
+async def test_front_ends_pause_together_and_the_pause_outlives_its_front_end(tmp_path: Path) -> None:
+    async with supervised(tmp_path / "hold", num_api_servers=3) as supervisor, front_end(supervisor, 1) as other:
+        async with front_end(supervisor, 0) as one:
+            stream = await begun(other, "a")
+            pausing = asyncio.create_task(one.pause())
+            await until(lambda: other.paused == supervisor.paused == "finish")
+            assert not pausing.done()
+            waiting = [other.submit(ask("b"))]
+            await stream.aclose()
+            await pausing
+        await until(lambda: len(supervisor.launch.front_ends or ()) == 1)
+        assert other.paused == supervisor.paused == "finish"
+        async with front_end(supervisor, 0) as one, front_end(supervisor, 2) as late:  # a replacement, and a new one
+            for client in (one, late):
+                assert client.paused == "finish"
+                waiting.append(client.submit(ask(f"{client.stats().index}")))
             await check_paused(one)
             assert {stream.engine for stream in waiting} == {-1}
             await other.resume()
@@ -217,18 +217,3 @@ async def test_pause_names_a_front_end_that_does_not_answer_and_ends_with_the_su
             await supervisor.aclose()
             with pytest.raises(QueueClosed):
                 await pausing
-
-
-async def test_front_end_that_dies_leaves_the_pause_and_learns_it_again(tmp_path: Path) -> None:
-    async with supervised(tmp_path / "hold", num_api_servers=2) as supervisor, front_end(supervisor, 1) as other:
-        async with front_end(supervisor, 0) as one:
-            await one.pause("keep")
-        await until(lambda: len(supervisor.launch.front_ends or ()) == 1)
-        assert supervisor.paused == "keep"
-        await until(lambda: other.paused == "keep")  # the order reaches other front ends a moment later
-        async with front_end(supervisor, 0) as one:  # its replacement
-            assert one.paused == "keep"
-            waiting = one.submit(ask("a"))
-            await check_paused(other)
-            await other.resume()
-            assert len(await collected(waiting)) == 3
