@@ -1,9 +1,10 @@
-"""How actors are recreated and stopped, on a cluster that does as a test says."""
+"""Where engines are placed, and how actors are recreated and stopped, on a cluster that does as a test says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,84 @@ from aioshm.engine import CoreEngineActorManager, EngineNeeds
 from aioshm.engine.ray import actor as acting
 from aioshm.engine.ray import cluster
 from aioshm.engine.ray import manager as managing
-from aioshm.engine.ray.cluster import Node
+from aioshm.engine.ray.cluster import Node, place_engines
 from aioshm.errors import EngineStartupError, RoleError
 
 NEEDS = EngineNeeds()
+HEAD = Node("h", "10.0.0.1", devices=4, cpus=8, head=True)
+SMALL = Node("s", "10.0.0.2", devices=2, cpus=8)
+LARGE = Node("l", "10.0.0.3", devices=8, cpus=8)
+CLUSTER = [SMALL, HEAD, LARGE]
+
+
+def places(*arguments: Any, **needs: Any) -> str:
+    return "".join(node.id for node in place_engines(*arguments, EngineNeeds(**needs)))
+
+
+class TestPlaces:
+    @pytest.mark.parametrize(
+        ("engines", "local", "needs", "expected"),
+        [
+            (1, 1, {}, "h"),
+            (1, 0, {}, "l"),
+            (3, 2, {}, "hhl"),
+            (4, 1, {"world_size": 4}, None),
+            (3, 1, {"world_size": 4}, "hll"),
+            (4, 2, {"world_size": 2, "cpus": 7}, None),
+            (7, 2, {"world_size": 2}, "hhlllls"),
+            (3, 0, {"world_size": 0, "cpus": 4}, "lls"),
+            (6, 2, {"world_size": 2, "pack_strategy": "strict"}, None),
+            (4, 2, {"world_size": 2, "pack_strategy": "strict"}, "hhll"),
+            (3, 1, {"world_size": 2, "pack_strategy": "strict"}, "hls"),
+        ],
+    )
+    def test_are_as_documented(self, engines: int, local: int, needs: dict[str, Any], expected: Any) -> None:
+        if expected is None:
+            with pytest.raises(EngineStartupError, match=r"^the cluster is too small: "):
+                places(CLUSTER, engines, local, **needs)
+        else:
+            assert places(CLUSTER, engines, local, **needs) == expected
+
+
+class TestErrors:
+    def test_too_few_devices_on_the_head(self) -> None:
+        with pytest.raises(EngineStartupError) as caught:
+            places(CLUSTER, 3, 3, world_size=2)
+        assert str(caught.value) == (
+            "the cluster is too small: 3 engines are to run on the head node 10.0.0.1 with room for 2. "
+            "Each needs 2 GPU and 1 CPU. Free are: "
+            "10.0.0.2: 2 GPU, 8 CPU; 10.0.0.1 (head): 4 GPU, 8 CPU; 10.0.0.3: 8 GPU, 8 CPU"
+        )
+
+    def test_no_nodes(self) -> None:
+        with pytest.raises(EngineStartupError, match=r"a head node, which is missing.*no nodes"):
+            places([], 1, 1)
+        with pytest.raises(EngineStartupError, match="no nodes"):
+            places([], 1, 0)
+
+    @pytest.mark.parametrize(
+        "needs", [{"world_size": -1}, {"world_size": "1"}, {"cpus": 0}, {"cpus": float("inf")}, {"pack_strategy": "x"}]
+    )
+    def test_bad_needs_are_named(self, needs: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=next(iter(needs))):
+            EngineNeeds(**needs)
+
+
+class TestBundles:
+    @pytest.mark.parametrize(
+        ("needs", "bundles"),
+        [
+            ({}, [{"GPU": 1, "CPU": 1}]),
+            ({"world_size": 4, "device": "TPU", "cpus": 2.5}, [{"TPU": 4, "CPU": 2.5}]),
+            ({"world_size": 0}, [{"CPU": 1}]),
+            ({"world_size": 2, "worker_bundles": True}, [{"GPU": 1}, {"GPU": 1}, {"CPU": 1}]),
+        ],
+    )
+    def test_are_as_documented(self, needs: dict[str, Any], bundles: list[dict[str, float]]) -> None:
+        assert EngineNeeds(**needs).bundles() == bundles
+
+
+# Actors that are recreated
 
 
 class Handle:
@@ -224,31 +299,21 @@ def test_given_groups_are_not_replaced(ray: Ray, managed: Managed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "local", "where"),
-    [
-        ({"head": 1, "other": 1}, False, "other"),
-        ({"head": 1, "other": 0}, False, "head"),
-        ({"head": 0, "other": 1}, True, None),
-    ],
+    ("head", "other", "local", "where"),
+    [(1, 1, False, ["other"]), (1, 0, False, ["head"]), (0, 1, True, [])],
 )
 def test_room_is_reserved_where_there_is_any(
-    monkeypatch: pytest.MonkeyPatch, free: dict[str, int], local: bool, where: str | None
+    monkeypatch: pytest.MonkeyPatch, head: int, other: int, local: bool, where: list[str]
 ) -> None:
-    class Group:
-        def wait(self, timeout: float) -> bool:
-            return True
-
     made: list[str] = []
-    monkeypatch.setattr(
-        cluster, "nodes", lambda device: [Node(name, name, free[name], 8.0, head=name == "head") for name in free]
-    )
-    monkeypatch.setattr(cluster, "_group_on", lambda node, rank, needs: made.append(node.id) or Group())
-    if where is None:
-        with pytest.raises(EngineStartupError, match=r"too small: 1 engines are to run on .* Free are: head \(head\)"):
-            cluster.reserve_room(1, local, NEEDS)
-    else:
+    group = SimpleNamespace(wait=lambda _timeout: True)
+    nodes = [Node("head", "head", head, 8.0, head=True), Node("other", "other", other, 8.0)]
+    monkeypatch.setattr(cluster, "nodes", lambda _device: nodes)
+    monkeypatch.setattr(cluster, "_group_on", lambda node, *_: made.append(node.id) or group)
+    text = r"too small: 1 engines are to run on .* Free are: head \(head\)"
+    with nullcontext() if where else pytest.raises(EngineStartupError, match=text):
         cluster.reserve_room(1, local, NEEDS)
-    assert made == ([where] if where else [])
+    assert made == where
 
 
 def test_actors_get_the_environment_of_their_rank(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
