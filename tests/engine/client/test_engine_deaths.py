@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -23,8 +22,6 @@ from served_engine import (
     begun,
     collected,
     served,
-    served_by_processes,
-    stop,
     until,
 )
 from startups import starting, tasks
@@ -217,30 +214,6 @@ async def test_late_report_of_a_replaced_engine_ends_no_engine(count: int, monke
             await asyncio.sleep(2 * liveness.LAST_WORDS_S)
             assert not client.deaths
             assert len(await collected(client.submit(ask("a", 2), engine=0))) == 2
-
-
-@pytest.mark.slow_on_uvloop
-async def test_processes_that_are_killed() -> None:
-    async with served_by_processes(3, on_engine_death="continue", resubmit="unstarted") as serving:
-        client = serving.client
-        assert serving.manager is not None
-        endless = [await begun(client, f"endless {rank}", engine=rank) for rank in range(3)]
-        pids = [process.pid or 0 for process in serving.manager.processes]
-        stop(pids[2], signal.SIGSTOP)  # its later requests stay without output
-        streams = [client.submit(ask(f"{number}", 4)) for number in range(30)]
-        assert {stream.engine for stream in streams} == {0, 1, 2}
-        stop(pids[2])
-        for stream in streams:
-            assert [output["token"] for output in await collected(stream)] == [0, 1, 2, 3]
-        with pytest.raises(EngineDead) as caught:
-            await anext(endless[2])
-        assert caught.value.engine == 2
-        assert f"engine 2 (pid {pids[2]}) was killed by SIGKILL" in str(caught.value)
-        stop(pids[0])
-        with pytest.raises(EngineDead):
-            await anext(endless[0])
-        assert sorted(client.deaths) == [0, 2]
-        assert len(await collected(client.submit(ask("last", 2)))) == 2
 
 
 def test_invalid_options_are_refused() -> None:

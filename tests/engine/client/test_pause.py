@@ -80,24 +80,6 @@ class TestModes:
             order = [each for engine in engines for each in engine.seen if each.startswith("late")]
             assert order == ["late 0", "late 2", "late 1", "late 3"]
 
-    async def test_abort_ends_requests_and_new_ones_wait(self) -> None:
-        engines = [Model(), Model()]
-        async with served(*engines) as serving:
-            client = serving.client
-            streams = [await begun(serving.client, each, engine=rank) for rank, each in enumerate("ab")]
-            await client.pause("abort")
-            for rank, stream in enumerate(streams):
-                with pytest.raises(RequestAborted, match=r"'[ab]' was aborted before.*engines were paused") as caught:
-                    await collected(stream)
-                assert caught.value.engine == rank
-            assert [engine.aborted for engine in engines] == [["a"], ["b"]]
-            assert await stands(*engines)
-            again = client.submit(ask("a", 2))
-            assert client.paused == "abort"
-            assert engines[0].seen == ["a"]
-            await client.resume()
-            assert len(await collected(again)) == 2
-
     async def test_keep_stops_steps_and_requests_continue(self) -> None:
         engines = [Model(), Model()]
         async with served(*engines) as serving:
@@ -124,7 +106,7 @@ class TestModes:
         engine = Model()
         async with served(engine) as serving:
             engine.gate.clear()
-            stream = serving.client.submit(ask("a", 1))
+            stream = serving.client.submit(ask("a", 2))
             await until(lambda: engine.inside)
             pausing = asyncio.create_task(serving.client.pause(mode))
             await asyncio.sleep(0.02)
@@ -135,10 +117,11 @@ class TestModes:
             assert await stands(engine)
             await serving.client.resume()
             if mode == "abort":
-                with pytest.raises(RequestAborted):
+                with pytest.raises(RequestAborted, match=r"'a' was aborted before.*engines were paused") as caught:
                     await collected(stream)
+                assert (caught.value.engine, engine.aborted) == (0, ["a"])
             else:
-                assert len(await collected(stream)) == 1
+                assert len(await collected(stream)) == 2
             engine.restless = True  # has work without requests
             await serving.client.call("report")
             before = engine.steps

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import psutil
 import pytest
-from managed import gone
 from peers import Peers, counts, frames, pack, places, published, start, starts, until
 from support import cancelled
 
@@ -49,12 +47,6 @@ class TestLife:
             await some_traffic(coordinator, None if local else keys)
         assert coordinator.finished_procs() == {"DPCoordinator": 0}
 
-    async def test_killed_coordinator_leaves_no_files(self) -> None:
-        coordinator = await DPCoordinator.start(2)
-        coordinator.proc.kill()
-        assert await coordinator.join_first() == {"DPCoordinator": -signal.SIGKILL}
-        await coordinator.aclose()
-
 
 class TestFailure:
     async def test_an_address_that_cannot_be_bound(self) -> None:
@@ -74,6 +66,7 @@ class TestFailure:
         with DPCoordinator(2) as coordinator:
             coordinator.proc.kill()
             coordinator.proc.join()
+            assert coordinator.finished_procs() == {"DPCoordinator": -signal.SIGKILL}
             coordinator._timeout = 0.001
             with pytest.raises(EngineStartupError, match="was not bound after"):
                 coordinator.run_again()
@@ -102,19 +95,6 @@ class TestFailure:
     def test_bad_arguments_are_named(self, arguments: dict[str, Any], error: type[Exception], name: str) -> None:
         with pytest.raises(error, match=name):
             DPCoordinator(**arguments)
-
-
-class TestWithTheOthers:
-    def test_is_started_in_any_thread(self) -> None:
-        made: list[DPCoordinator] = []
-        thread = threading.Thread(target=lambda: made.append(DPCoordinator(1)))
-        thread.start()
-        thread.join()
-        (coordinator,) = made
-        pid = coordinator.proc.pid or 0
-        assert not gone(pid)
-        coordinator.close()
-        assert gone(pid)
 
 
 # The sockets, in this process

@@ -13,7 +13,9 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import engine_targets as targets
 import pytest
@@ -60,28 +62,6 @@ class Coordinator:
 
     def close(self) -> None:
         self.manager.shutdown(timeout=0)
-
-
-class Actors:
-    """Engines that are no processes of this machine."""
-
-    def __init__(self, error: Exception | None = None, stop_error: Exception | None = None) -> None:
-        self.error = error
-        self.stop_error = stop_error
-        self.closed = False
-
-    async def join_first(self) -> None:
-        await asyncio.sleep(0.05)
-        if self.error is not None:
-            raise self.error
-
-    async def aclose(self) -> None:
-        self.closed = True
-        if self.stop_error is not None:
-            raise self.stop_error
-
-    def close(self) -> None:
-        raise AssertionError("there is an aclose")
 
 
 def all_ended(*managers: ProcessManager) -> bool:
@@ -172,12 +152,14 @@ class TestWaiting:
         self, error: Exception | None, stop_error: Exception | None, caplog: pytest.LogCaptureFixture
     ) -> None:
         api = servers([0 if error is None else None])
-        actors = Actors(error, stop_error)
+        never = Mock(side_effect=AssertionError("there is an aclose"))
+        stopped = AsyncMock(side_effect=stop_error)
+        actors: Any = SimpleNamespace(join_first=AsyncMock(side_effect=error), aclose=stopped, close=never)
         raised = error or stop_error
         with nullcontext() if raised is None else pytest.raises(type(raised), match=str(raised)):
             await wait_for_completion_or_failure(api, actors)
         assert ("could not stop everything: no way" in caplog.text) == (stop_error is not None)
-        assert actors.closed
+        stopped.assert_awaited()
         assert all_ended(api)
         assert api.sentinels() == []
 
