@@ -97,10 +97,12 @@ class Pump:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._descriptor)
 
-    def run(self) -> None:
-        """Call ``work`` now, unless the pump is paused."""
-        if self._running and self.work():
+    def run(self) -> bool:
+        """Call ``work`` now, unless the pump is paused; return whether there may be more to do."""
+        more = self._running and bool(self.work())
+        if more:
             self.run_soon()
+        return more
 
     def run_soon(self) -> None:
         """Call ``work`` once in the next iteration of the loop; never on a closed loop."""

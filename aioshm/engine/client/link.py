@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
 _LOG_INTERVAL_S = 10.0
+_LAST_BURSTS = 1000
 _ADD = EngineCoreRequestType.ADD.value
 _ABORT = EngineCoreRequestType.ABORT.value
 
@@ -332,7 +333,7 @@ class EngineLink:
         engine = self.engines.get(error.engine)
         if engine is not None and self.goes_on:
             engine.death = error  # from here on, a report of its end is no news
-        self.sockets.outputs.run()  # its last outputs
+        self._read_last_outputs()
         self.engines.died += 1
         if engine is not None and self.goes_on:
             self._continue_without(engine, error)
@@ -341,6 +342,12 @@ class EngineLink:
         n_requests = len(self.pending.inboxes)
         logger.debug("%s; %d requests and %d calls were pending", error, n_requests, len(self.pending.calls))
         self.give_up(error)
+
+    def _read_last_outputs(self) -> None:
+        """Read all outputs that a dead engine has sent; living engines may send more and more meanwhile."""
+        for _ in range(_LAST_BURSTS):
+            if not self.sockets.outputs.run():
+                break
 
     def _continue_without(self, engine: Engine, error: EngineDead) -> None:
         """Resubmit a dead engine's requests that brought no output yet to other engines, and fail all others."""
@@ -398,7 +405,7 @@ class EngineLink:
         self._expect_more()
 
     def void_keys(self, rank: int, incarnation: int) -> None:
-        self.sockets.outputs.run()  # the last outputs of the dead engine
+        self._read_last_outputs()
         self._protection.void(rank, incarnation)
 
     def remove_last(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -22,6 +23,8 @@ from served_engine import (
     begun,
     collected,
     served,
+    served_by_processes,
+    stop,
     until,
 )
 from startups import starting, tasks
@@ -214,6 +217,17 @@ async def test_late_report_of_a_replaced_engine_ends_no_engine(count: int, monke
             await asyncio.sleep(2 * liveness.LAST_WORDS_S)
             assert not client.deaths
             assert len(await collected(client.submit(ask("a", 2), engine=0))) == 2
+
+
+async def test_everything_that_a_dead_engine_has_sent_is_received() -> None:
+    async with served_by_processes(1, on_engine_death="continue") as serving:
+        assert serving.manager is not None
+        stream = serving.client.submit(ask("long", 1000))
+        await anext(stream)
+        time.sleep(1.0)  # the loop is late: outputs and death wait in its sockets
+        stop(serving.manager.processes[0].pid or 0)
+        time.sleep(0.2)
+        assert [output["token"] for output in await collected(stream)] == list(range(1, 1000))
 
 
 def test_invalid_options_are_refused() -> None:
