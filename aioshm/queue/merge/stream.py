@@ -132,7 +132,6 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         self.failed.pop(rank, None)
         self._running.append(place)
         self._changed = True
-        self._turn = 0  # the fast path includes the queue once the call locks have been acquired anew
         self._shared.wake()
 
     def remove(self, rank: int) -> None:
