@@ -387,11 +387,10 @@ class ReaderControl(_RingEnd, _ReaderBase):
     # Messages of a reader that the writer does not wait for
 
     def intact(self) -> bool:
-        """Return whether the next message, and any copy made of it before, is whole: it was not passed over."""
+        """Return whether the next message, which was published, and any copy of it are whole: it was not passed over."""
         memory_fence()  # after the copy was made
         slot = self.slots[self.seq % self.layout.slots]
-        flags = slot.flags
-        unread = flags[0] != 0 and flags[1 + self.reader] == 0
+        unread = slot.flags[1 + self.reader] == 0
         memory_fence()  # a later message's number is visible before its cleared flag
         return unread and slot.seq == self.seq
 

@@ -20,8 +20,7 @@ byte number[S], head[S], tail[S];
 byte published, next;      /* the writer's count, and the reader's: what is below was delivered or named as lost */
 
 inline intact(m) {
-    ok = written[m % S];
-    ok = ok && !flag[m % S];
+    ok = !flag[m % S];
     ok = ok && number[m % S] == m
 }
 
