@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import pytest
 from members import Member, each, meet, probe_sockets, traces_of_probes
 from support import HELPERS, eventually
 
-from aioshm import AioshmError, HandleError, Options, SharedMemoryError
+from aioshm import AioshmError, HandleError, Options, OutOfDescriptors, SharedMemoryError
 from aioshm.queue.groups import process_group
 from aioshm.queue.groups.process_group import in_the_same_node_as
 from aioshm.ring.segment import Segment
@@ -225,6 +226,14 @@ def test_a_source_that_cannot_is_told_to_all(base: Path) -> None:
     for error in (errors[0], errors[2]):
         assert type(error) is HandleError
         assert str(error).startswith("rank 1 could not make the queue: SharedMemoryError: ")
+
+
+def test_rank_without_descriptors_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(process_group, "peer_credentials", refuse)
+    assert list(map(type, everywhere(meet(2)))) == [HandleError, OutOfDescriptors]
 
 
 def test_the_environment_counts_where_nothing_is_passed(monkeypatch: pytest.MonkeyPatch, base: Path) -> None:
