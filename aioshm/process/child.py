@@ -14,6 +14,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, util
@@ -22,7 +23,7 @@ from typing import IO, Any
 
 from aioshm.process import parent, progress
 from aioshm.process.placement import Place
-from aioshm.process.stopping import leads_sessions, reap_left_by
+from aioshm.process.stopping import KILLED_S, leads_sessions, reap_left_by
 
 STATUS_UNKNOWN = 255
 """The exit code of a process whose code another part of the program has taken; the same as asyncio's."""
@@ -33,7 +34,7 @@ _EXIT_PRIORITY = 0
 ABORT_WITHIN_S = 2.0
 """How long a process may take to write its stacks, and its core where that is wanted, before SIGKILL."""
 
-_OWN_ATTRIBUTES = frozenset({"_stderr", "_place", "_launched", "progress", "reason"})
+_OWN_ATTRIBUTES = frozenset({"_stderr", "_place", "_launched", "progress", "reason", "_killed_at"})
 """Attributes of the parent's object, which the new process does not get."""
 
 _HAVE_WAITID = hasattr(os, "waitid")  # macOS: from Python 3.13 on
@@ -60,6 +61,7 @@ class Child(SpawnProcess):
         self.reason: str = ""  # why `end` has killed the process
         self._stderr = stderr
         self._place = place or Place({})
+        self._killed_at: float | None = None
         self._launched: _Popen | None = None
 
     @staticmethod
@@ -83,6 +85,20 @@ class Child(SpawnProcess):
         if self.send_signal(signal.SIGABRT, reason):
             self.join(ABORT_WITHIN_S)
             self.kill()
+
+    def kill(self) -> None:
+        super().kill()
+        self._killed_at = self._killed_at or time.monotonic()
+
+    @property
+    def survives_kill(self) -> bool:
+        """Whether the process is not gone `KILLED_S` after SIGKILL: it is in an uninterruptible sleep (D).
+
+        The process runs no more code, and counts as exited.
+        """
+        if self._killed_at is None or time.monotonic() < self._killed_at + KILLED_S:
+            return False
+        return self.exitcode is None
 
     def send_signal(self, number: int, reason: str = "") -> bool:
         """Send a signal, for a reason to report with the exit; return False if the process does not run."""

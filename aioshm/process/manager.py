@@ -150,7 +150,7 @@ class ProcessManager(Closing, AsyncClosing):
             self._check_open()
             index = self._index(name)
             former = self.processes[index]
-            if former.exitcode is None:
+            if former.exitcode is None and not former.survives_kill:
                 raise RoleError(f"{name} (pid {former.pid}) still runs: start it again after its exit")
             with naming_limits(type(self).__name__):
                 self.processes[index] = self._start(job or self._jobs[name])

@@ -200,7 +200,7 @@ class ProgressWatch:
         self._last = now
         for watched in list(self._watched.values()):
             sample = None if watched.process.progress is None else watched.process.progress.read()
-            if sample is None or watched.process.exitcode is not None:
+            if sample is None or watched.process.exitcode is not None or watched.process.survives_kill:
                 del self._watched[watched.process]
                 continue
             is_still = sample == watched.judge.last

@@ -16,6 +16,7 @@ from aioshm.closing import Closing
 
 _FIRST_RECHECK_S = 0.001
 _LAST_RECHECK_S = 0.25
+_KILLED_RECHECK_S = 1.0
 _CODE_WITHIN_S = 1.0
 """How long the exit code of an exited process may take; after that, another part of the program has taken the code."""
 _SHOWN_CHARACTERS = 500
@@ -205,7 +206,8 @@ class ProcessWatch(Closing):
         now = self._loop.time()
         for process in [*self._running]:
             code = process.exitcode
-            if code is None and now < self._due.get(process, math.inf):
+            survives_kill = getattr(process, "survives_kill", False)
+            if code is None and not survives_kill and now < self._due.get(process, math.inf):
                 continue
             manager = self._running.pop(process)
             self._gone.add(process)
@@ -213,6 +215,8 @@ class ProcessWatch(Closing):
             line = "" if code == 0 else _last_line(manager, process.name)
             host = getattr(process, "host", "")
             reason = getattr(process, "reason", "")
+            if survives_kill:
+                reason = f"{reason or 'was killed'}, but is not gone"
             self._exits.append(ProcessExit(process.name, process.pid, code, manager is not None, host, line, reason))
         return len(self._exits) > before
 
@@ -266,6 +270,8 @@ class ProcessWatch(Closing):
         if self._due:
             self._check_after(self._delay)
             self._delay = min(2 * self._delay, _LAST_RECHECK_S)
+        elif self._running:
+            self._check_after(_KILLED_RECHECK_S)
 
     def _check_after(self, delay: float) -> None:
         if self._recheck is not None:

@@ -32,7 +32,7 @@ from aioshm.process.placement import Placement, place_of
 from aioshm.process.proc import HUNG_STATES, process_state
 from aioshm.process.restart import Life, ProcessPhase, RankInfo, Restart
 from aioshm.process.stalls import ProgressWatch
-from aioshm.process.stopping import KILLED_S, ashutdown
+from aioshm.process.stopping import ashutdown
 from aioshm.process.watch import ProcessExit, ProcessWatch
 from aioshm.queue import MessageQueue
 
@@ -258,10 +258,7 @@ class WorkerProcesses:
         if not worker.exited.done():
             await asyncio.wait([worker.exited], timeout=after_s)
             worker.process.kill()
-            await asyncio.wait([worker.exited], timeout=KILLED_S)
-        if not worker.exited.done():  # for example in an uninterruptible sleep (D)
-            reason = f"was killed, but is not gone after {KILLED_S:g} s"
-            worker.exited.set_result(ProcessExit(worker.name, worker.pid, None, reason=reason))
+            await asyncio.wait([worker.exited])
         return worker.exited.result()
 
     def discard(self, worker: WorkerProcess) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -130,6 +131,25 @@ async def test_hung_engine_is_replaced_and_its_unstarted_requests_move() -> None
         await until(lambda: pids(supervisor)[0] != victim and supervisor.engines[0].state == "running")
         assert supervisor.engines[0].restarts == 1
         assert line_of("hang_while_there_is") in supervisor.engines[0].cause
+
+
+async def test_hung_engine_that_survives_sigkill_fails_its_requests_and_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with supervised(restart=HANG) as supervisor:
+        monkeypatch.setattr("aioshm.process.child.KILLED_S", 0.1)
+        monkeypatch.setattr("aioshm.process.child.ABORT_WITHIN_S", 0.05)
+        monkeypatch.setattr("aioshm.process.child._Popen.send", lambda *_: True)  # as in an uninterruptible sleep
+        victim = pids(supervisor)[0]
+        stuck = supervisor.client.submit(ask("stuck", hang="hang_in_a_lock"), engine=0)
+        with pytest.raises(EngineDead, match=rf"engine 0 \(pid {victim}\) hung for .* killed, but is not gone"):
+            await collected(stuck)
+        monkeypatch.undo()
+        await supervisor.wait_until_ready(60)
+        assert len(await collected(supervisor.client.submit(ask("a"), engine=0))) == 3
+        assert pids(supervisor)[0] != victim
+        assert os.path.exists(f"/proc/{victim}")
+        stop(victim)
 
 
 async def test_engine_that_fails_and_hangs_in_shutdown_is_replaced() -> None:

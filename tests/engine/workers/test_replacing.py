@@ -227,14 +227,14 @@ async def test_worker_that_survives_sigkill_fails_its_calls_and_is_replaced_afte
     async with group_of(1) as group:
         pid = group.pids[0]
         monkeypatch.setattr("aioshm.engine.workers.session.CODE_WITHIN_S", 0.05)
-        monkeypatch.setattr("aioshm.engine.workers.processes.KILLED_S", 0.1)
+        monkeypatch.setattr("aioshm.process.child.KILLED_S", 0.1)
         monkeypatch.setattr("aioshm.process.child.ABORT_WITHIN_S", 0.05)
         monkeypatch.setattr("aioshm.process.child._Popen.send", lambda *_: True)  # as in an uninterruptible sleep
         call = asyncio.create_task(group.call(0, "say_and_block", str(begun)))
         await until(begun.exists)
         with pytest.raises(TimeoutError):
             await group.restart(0, timeout=0.5)
-        with pytest.raises(WorkerDied, match=rf"pid {pid}\) was killed, but is not gone after 0.1 s"):
+        with pytest.raises(WorkerDied, match=rf"pid {pid}\) was killed by WorkerGroup.restart, but is not gone"):
             await call
         await until(lambda: "still runs" in group.workers[0].cause)
         os.kill(pid, signal.SIGKILL)
