@@ -314,6 +314,19 @@ class TestSeveralClients:
             await until(lambda: one.paused is None)
             assert [len(await collected(stream)) for stream in streams] == [59] * 3
 
+    async def test_client_that_closes_leaves_the_pause(self) -> None:
+        engine = Model()
+        async with served(engine, n_clients=2) as serving:
+            one, other = serving.clients
+            await collected(other.submit(ask("a")))
+            await one.pause("keep")
+            await one.aclose()
+            waiting = other.submit(ask("b"))
+            assert await stands(engine)
+            assert other.paused == "keep"
+            await other.resume()
+            assert len(await collected(waiting)) == 3
+
     async def test_last_order_holds_everywhere(self) -> None:
         """Both pause and resume without waiting; nothing is lost, and the state is the same at all of them."""
         engines = [Model(), Model(), Model()]

@@ -44,6 +44,16 @@ def front(path: str) -> Iterator[BareFrontEnd]:
         made.close()
 
 
+async def test_engine_that_cannot_be_made_is_never_ready(front: BareFrontEnd, path: str) -> None:
+    async with tasks(shake_hands(path, 5, initialize=lambda _: 1 / 0)) as (engine,):
+        await front.hears()
+        front.says(INIT)
+        with pytest.raises(ZeroDivisionError):
+            await engine
+    await asyncio.sleep(0.02)
+    assert front.idle(), "no READY"
+
+
 class TestTwoFrontEnds:
     """Hybrid and external load balancing: the head node's front end, and the engine's own."""
 
