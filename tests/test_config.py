@@ -23,10 +23,7 @@ from aioshm.config import (
     usage_stats_path,
 )
 
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> None:
-    """Replace the check of the other tests: nothing is opened or started here."""
+pytestmark = pytest.mark.opens_nothing
 
 
 NAN = float("nan")

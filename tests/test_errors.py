@@ -12,10 +12,7 @@ import pytest
 from aioshm import errors
 from aioshm.errors import AioshmError, PeerClosed, PeerDied, QueueRestarted
 
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> None:
-    """Replace the check of the other tests: nothing is opened or started here."""
+pytestmark = pytest.mark.opens_nothing
 
 
 RESTARTED = QueueRestarted("steps", 7, 8, PeerClosed("the writer has closed the queue"))

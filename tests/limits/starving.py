@@ -23,7 +23,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from typing import Any
 import psutil
 import uvloop
 import zmq
+from loops import open_fds
 from scenes import start_threads
 from zmq.utils import garbage
 
@@ -62,8 +62,8 @@ def described(error: BaseException) -> str:
 
 def limit_descriptors(left: int) -> Callable[[], None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    open_now = open_descriptors()
-    free = (number for number in range(soft) if number not in open_now)
+    open_now = open_fds()
+    free = (number for number in range(soft) if str(number) not in open_now)
     for _ in range(left):
         next(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (next(free), hard))
@@ -74,11 +74,6 @@ def limit_threads(left: int) -> Callable[[], None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     resource.setrlimit(resource.RLIMIT_NPROC, (len(threads()) + left, hard))
     return lambda: resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
-
-
-def open_descriptors() -> set[int]:
-    numbers = {int(name) for name in os.listdir("/proc/self/fd")}
-    return {number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")}
 
 
 def threads() -> list[str]:
@@ -96,7 +91,7 @@ async def settled(look: Callable[[], Any], wanted: Callable[[Any], bool], within
 async def starve(work: Work, kind_of_limit: str, left: int) -> dict[str, Any]:
     """Do some work with so few left and, if that fails, again with enough; return what came of it."""
     await start_threads()
-    before = open_descriptors(), len(threads()), len(asyncio.all_tasks())
+    before = set(open_fds()), len(threads()), len(asyncio.all_tasks())
     errors: list[str] = []
     lift = (limit_descriptors if kind_of_limit == "descriptors" else limit_threads)(left)
     began = time.monotonic()
@@ -115,7 +110,7 @@ async def starve(work: Work, kind_of_limit: str, left: int) -> dict[str, Any]:
     return {"left": left, "errors": errors, "behind": await left_behind(*before), "slow": round(slow_s, 2)}
 
 
-async def left_behind(descriptors: set[int], thread_count: int, task_count: int) -> list[str]:
+async def left_behind(descriptors: set[str], thread_count: int, task_count: int) -> list[str]:
     """Return what is there and was not before."""
     # These and the context that several ends share would last as long as the process.
     if loop_thread._shared is not None:
@@ -123,8 +118,8 @@ async def left_behind(descriptors: set[int], thread_count: int, task_count: int)
     garbage.gc.stop()
     if zmq.Context._instance is not None:
         zmq.Context._instance.term()
-    left = await settled(lambda: open_descriptors() - descriptors, lambda found: not found)
-    said = [f"descriptor {number}: {target(number)}" for number in sorted(left)]
+    left = await settled(lambda: open_fds().keys() - descriptors, lambda found: not found)
+    said = [f"descriptor {number}: {open_fds().get(number)}" for number in sorted(left)]
     count = await settled(lambda: len(threads()), lambda found: found <= thread_count)
     if count > thread_count:
         said.append(f"{count - thread_count} threads")
@@ -133,12 +128,6 @@ async def left_behind(descriptors: set[int], thread_count: int, task_count: int)
         said.append(f"{tasks - task_count} tasks")
     children = [each.name() for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
     return said + [f"process {name}" for name in children if name]
-
-
-def target(number: int) -> str:
-    with suppress(OSError):
-        return os.readlink(f"/proc/self/fd/{number}")
-    return "?"
 
 
 def fork(work: Callable[[], None]) -> int:

@@ -151,9 +151,3 @@ def test_the_c_code_has_no_mutable_state_of_its_own() -> None:
     for path in (ROOT / "aioshm").rglob("*.c"):
         for line in re.findall(r"^[ \t]*static (?!inline)([^(\n]*?(?:=|;|\[).*)$", path.read_text(), re.MULTILINE):
             assert re.match(rf"const |{tables}|char \*names\[\]", line), f"{path.name}: {line}"
-
-
-def test_free_threaded_interpreters_are_told_about_the_gil() -> None:
-    core = ROOT / "aioshm/ring/core"
-    assert "#ifdef Py_mod_gil\n    {Py_mod_gil, Py_MOD_GIL_USED},\n#endif" in (core / "module.c").read_text()
-    assert "#ifndef Py_GIL_DISABLED" in (core / "core.h").read_text().partition("#include <Python.h>")[0]

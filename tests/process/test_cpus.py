@@ -12,10 +12,7 @@ from aioshm.process.placement import usable_cpus
 from aioshm.wait import poller
 from aioshm.wait.policy import WaitMode
 
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> None:
-    """Replace the check of the other tests: nothing is opened or started here."""
+pytestmark = pytest.mark.opens_nothing
 
 
 @pytest.fixture(autouse=True)

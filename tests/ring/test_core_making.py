@@ -70,16 +70,6 @@ class TestMaking:
             with pytest.raises(BufferError):
                 make(sizes, memoryview(bytes(sizes.total_bytes)), *rest)  # type: ignore[call-arg]
 
-    @pytest.mark.parametrize("what", [-1, 1 << 64])
-    def test_bind_takes_a_word(self, new_pair: NewPair, what: int) -> None:
-        pair = new_pair()
-        with pytest.raises(OverflowError):
-            pair.writer.bind(bytes, what, True, None)
-        with pytest.raises(TypeError):
-            pair.writer.bind(bytes, "1", True, None)
-        pair.writer.send(b"x")
-        assert pair.reader.take() == b"x", "what was bound stays"
-
 
 @needs_native
 class TestHostileLayouts:

@@ -54,16 +54,6 @@ class TestFlags:
         pair.writer.commit()
         assert [pair.writer.finished(number) for number in range(4)] == [True, False, False, False]
 
-    @pytest.mark.parametrize("readers", [1, 9, 70])
-    def test_parked_flags(self, new_pair: NewPair, readers: int) -> None:
-        pair = new_pair(readers, 1)
-        for place in range(at.READERS_PARKED - 1, at.READERS_PARKED + readers + 1):
-            pair.slots[0].flags[0] = 0
-            pair.ring.view[place] = 3
-            assert pair.writer.claim() is not None
-            assert pair.writer.commit() is (0 <= place - at.READERS_PARKED < readers)
-            pair.ring.view[place] = 0
-
     def test_spin_ends_when_so_many_slots_are_free(self, new_pair: NewPair) -> None:
         pair = new_pair()
         pair.writer.put_many([b"x"] * 2, 0)

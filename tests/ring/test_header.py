@@ -113,27 +113,12 @@ def test_spin_is_shown_while_it_lasts(new_pair: NewPair) -> None:
 
 
 class TestHeader:
-    def test_what_a_ring_is(self, new_pair: NewPair) -> None:
-        pair = new_pair(3)
-        ring, writer = pair.ring, pair.writer
-        writer.set_writer_state(closed=False, pid=77)
-        writer.describe("steps", 2, (4, 0, 9), 5)
-        writer.set_reader_state(1, at.ATTACHED, 78)
-        writer.put_many([b"abcde", b"fg"], 0)
-        assert pair.readers[1].take() == b"abcde"
+    def test_description(self, new_pair: NewPair) -> None:
+        pair = new_pair()
+        pair.writer.describe("steps", 2, (4,), 5)
         header = header_of(pair)
-        assert (header.queue_id, header.name, header.label) == (ring.queue_id.hex(), "steps", "steps")
-        assert (header.codec, header.layout, header.layout_version) == (2, ring.layout, at.VERSION)
-        assert (header.writer.pid, header.writer.closed, header.writer.messages) == (77, False, 2)
-        assert (header.writer.bytes, header.writer.remote_readers) == (7, 5)
-        assert 0 <= header.writer.age_s < 600
-        assert [row.rank for row in header.readers] == [4, 0, 9]
-        assert [(row.pid, row.state, row.read, row.lag) for row in header.readers] == [
-            (0, "absent", 0, 0),
-            (78, "attached", 1, 1),
-            (0, "absent", 0, 0),
-        ]
-        assert header.backlog == 1
+        assert (header.label, header.codec, header.writer.remote_readers) == ("steps", 2, 5)
+        assert [row.rank for row in header.readers] == [4]
 
     def test_states(self, new_pair: NewPair) -> None:
         pair = new_pair()

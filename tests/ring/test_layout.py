@@ -18,10 +18,7 @@ from aioshm.ring.layout import (
     pool_for,
 )
 
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> None:
-    """Replace the check of the other tests: nothing is opened or started here."""
+pytestmark = pytest.mark.opens_nothing
 
 
 layouts = st.builds(

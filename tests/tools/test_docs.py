@@ -18,7 +18,6 @@ import aioshm.engine.blocking
 import aioshm.events
 import aioshm.testing
 from aioshm import config, errors
-from docs import hooks
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -94,20 +93,6 @@ def test_every_variable_is_listed() -> None:
     assert {name for name, _ in rows} == set(re.findall(r"\bAIOSHM_[A-Z_]+\b", inspect.getsource(config))) - {"AIOSHM_"}
     options = {name: option for name, option in rows if option}
     assert options == {name: option for name, (option, _) in config._VARIABLES.items()}
-
-
-def test_the_command_line_is_told_by_the_command() -> None:
-    text = hooks.command_line()
-    for command in ("aioshm demo", "aioshm doctor", "aioshm events tail"):
-        assert f"# `{command}`" in text
-    assert "--clean" in text
-
-
-def test_a_docstring_becomes_a_page() -> None:
-    text = hooks.docstring("aioshm.lifeline.protocol")
-    assert text.startswith("The protocol of a lifeline")
-    assert text.count("```") == 2
-    assert "```text\nreader                                writer\n" in text
 
 
 @pytest.mark.slow

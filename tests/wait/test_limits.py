@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from time import monotonic
 
 import pytest
 from loops import turns
@@ -71,42 +70,17 @@ class TestStall:
         assert (reports, stall.reported) == ([61], True)
 
 
-def new_future() -> asyncio.Future[int]:
-    return asyncio.get_running_loop().create_future()
-
-
-class TestSettle:
-    async def test_what_is_done_needs_no_turn_of_the_loop(self) -> None:
-        done = new_future()
-        done.set_result(1)
-        with pytest.raises(StopIteration):
-            settle(done, deadline=0.0).send(None)
-
-    async def test_the_cancel_event_leaves_what_was_waited_for(self) -> None:
-        future = new_future()
-        cancel = asyncio.Event()
-        task = asyncio.ensure_future(settle(future, cancel=cancel))
-        await turns(5)
-        assert not task.done()
-        cancel.set()
-        for wait in (task, settle(future, cancel=cancel)):
-            with pytest.raises(QueueCancelled):
-                await asyncio.wait_for(wait, 10)
-        assert not future.done()
-
-    async def test_a_stall_is_reported_once_and_the_deadline_is_kept(self) -> None:
-        future = new_future()
-        reports: list[bool] = []
-        stall = Stall(0.005, lambda _: reports.append(True))
-        deadline = monotonic() + 0.05
-        with pytest.raises(TimeoutError):
-            await settle(future, deadline=deadline, stall=stall)
-        assert monotonic() >= deadline
-        task = asyncio.ensure_future(settle(future, stall=stall))
-        await turns(5)
-        future.set_result(1)
-        await asyncio.wait_for(task, 10)
-        assert reports == [True]
+async def test_cancel_event_ends_a_wait_for_a_future_and_leaves_the_future() -> None:
+    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    cancel = asyncio.Event()
+    task = asyncio.ensure_future(settle(future, cancel=cancel))
+    await turns(5)
+    assert not task.done()
+    cancel.set()
+    for wait in (task, settle(future, cancel=cancel)):
+        with pytest.raises(QueueCancelled):
+            await asyncio.wait_for(wait, 10)
+    assert not future.done()
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,7 @@ def parks(spun: list[bool]) -> bool:
     return sum(spun) <= 1 + len(spun) // PROBE
 
 
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> None:
-    """Replace the check of the other tests: this is arithmetic."""
+pytestmark = pytest.mark.opens_nothing
 
 
 class TestStreams:

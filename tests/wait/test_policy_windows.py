@@ -20,9 +20,7 @@ CAUGHT = 0.87
 """The share of messages with normal jitter that is caught: an eighth of them, at most, comes before a window begins."""
 
 
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> None:
-    """Replace the check of the other tests: this is arithmetic."""
+pytestmark = pytest.mark.opens_nothing
 
 
 def followed(machine: Machine, arrivals: list[int], **options: float) -> Record:

@@ -30,17 +30,6 @@ def pair(sockets: Sockets) -> tuple[Socket, Socket]:
     return sender, receiver
 
 
-def test_a_burst_leaves_the_rest_to_the_next_turn(pair: tuple[Socket, Socket]) -> None:
-    sender, receiver = pair
-    for number in range(BURST + 1):
-        sender.send_multipart([b"%d" % number, b"body"])
-    taken: list[list[bytes]] = []
-    assert drain(receiver, whole(receiver), taken.append) is True
-    assert len(taken) == BURST
-    assert drain(receiver, whole(receiver), taken.append) is False
-    assert taken == [[b"%d" % number, b"body"] for number in range(BURST + 1)]
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_message_may_close_the_socket(pair: tuple[Socket, Socket], sockets: Sockets, count: int) -> None:
     sender, receiver = pair
