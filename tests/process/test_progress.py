@@ -55,14 +55,6 @@ def test_process_is_late_without_a_step_or_a_turn_of_its_loop(samples: list[Samp
     assert (judge.without_progress_s > 0) is late.endswith("x")
 
 
-def test_a_stop_does_not_count_as_time_of_the_step() -> None:
-    judge = Judge(2.0)
-    assert [judge.look(1.0, sample()) for _ in range(4)] == [False, False, True, True]
-    judge.forgive()
-    assert judge.without_progress_s == 0
-    assert [judge.look(1.0, sample()) for _ in range(3)] == [False, True, True]
-
-
 def test_reports_come_at_growing_intervals() -> None:
     judge = Judge(2.0)
     due = []

@@ -56,19 +56,6 @@ async def test_sigterm_that_is_ignored_leaves_the_next_one_to_the_system(termina
     assert not termination.came
 
 
-async def test_cancellation_without_sigterm_is_not_taken_back(termination: Termination) -> None:
-    async def work() -> bool:
-        armed(termination)
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.sleep(100)
-        return termination.take_back()
-
-    task = asyncio.create_task(work())
-    await asyncio.sleep(0)
-    task.cancel()
-    assert not await task
-
-
 @pytest.mark.one_loop
 async def test_handler_of_the_program_is_left_alone(termination: Termination) -> None:
     def handler(*_: object) -> None: ...

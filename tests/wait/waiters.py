@@ -17,8 +17,6 @@ from aioshm.ring import memory_fence
 from aioshm.wait.policy import PARK, Policy, Step, WaitMode
 from aioshm.wait.poller import Poller
 
-MODES: list[Wait] = ["adaptive", "spin", "park"]
-
 
 class NotingPoller(Poller):
     """Counts the steps of its waits by their modes."""
@@ -35,12 +33,12 @@ class NotingPoller(Poller):
 class End:
     """One end: a flag for what is waited for, a parked flag, a poller and the loop that it sees."""
 
-    def __init__(self, mode: Wait = "park", *, may_spin: bool = True) -> None:
+    def __init__(self, mode: Wait = "park") -> None:
         self.ready = False
         self.looks = 0
         self.parked = bytearray(1)
         self.loop = WatchedLoop()
-        self.policy = Policy(may_spin=may_spin, mode=mode)
+        self.policy = Policy(may_spin=True, mode=mode)
         self.poller = NotingPoller(self.loop, memoryview(self.parked), self.policy, self.spin)  # type: ignore[arg-type]
 
     def look(self) -> bool:
