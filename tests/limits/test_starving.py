@@ -41,7 +41,7 @@ class Starving:
         self._complaints = complaints
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "starving.py")],
-            env=os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HELPERS}"},
+            env=os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HERE.parent}:{HELPERS}"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=complaints,
