@@ -56,9 +56,8 @@ async def idle(handle: str, rank: str) -> None:
     await reader.aclose()
 
 
-async def fork(handle: str, rank: str) -> None:
-    """Attach, and have a child that lives on."""
-    reader = await _reader(handle, rank)
+def _fork() -> None:
+    """Have a child that lives on."""
     pid = os.fork()
     if not pid:
         for fd in (0, 1, 2):
@@ -66,8 +65,24 @@ async def fork(handle: str, rank: str) -> None:
         while True:
             signal.pause()
     say(f"child {pid}")
+
+
+async def fork(handle: str, rank: str) -> None:
+    """Attach, and have a child."""
+    reader = await _reader(handle, rank)
+    _fork()
     await asyncio.sleep(1000)
     await reader.aclose()
+
+
+async def wait_and_fork() -> None:
+    """Wait for a reader, and have a child."""
+    writer = MessageQueue(1, 1)
+    say(writer.export_handle().to_json())
+    await writer.wait_until_ready(20)
+    _fork()
+    await asyncio.sleep(1000)
+    await writer.aclose()
 
 
 async def sleep_before_attaching(handle: str, rank: str) -> None:

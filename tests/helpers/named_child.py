@@ -48,7 +48,6 @@ async def have_and_fork(name: str) -> None:
     os.close(tells)
     os.read(forked, 1)
     say(f"child {pid}")
-    await writer.wait_until_ready()
     await asyncio.sleep(1000)
     await writer.aclose()
 

@@ -8,14 +8,13 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
 from children import child
 from doors import TOKEN, Reader, hello, knock, opened, until_hung_up
 from loops import turns
-from support import HELPERS, until
+from support import until
 
 from aioshm import MessageQueue, PeerDied, SharedMemoryError
 from aioshm.lifeline import sockets
@@ -159,12 +158,11 @@ class TestDeath:
                         await writer.enqueue(None, 20)
 
     @pytest.mark.slow_on_uvloop
-    async def test_of_the_writer(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("AIOSHM_RUNTIME_DIR", str(base))
-        async with child("have_and_fork", "steps", script=HELPERS / "named_child.py") as writer:
-            with living(await writer.says("child ")):
-                async with MessageQueue.attach("steps", 0) as reader:
-                    await reader.wait_until_ready(20)
+    async def test_of_the_writer(self) -> None:
+        async with child("wait_and_fork") as writer:
+            async with MessageQueue.create_from_handle(await writer.says(), 0) as reader:
+                await reader.wait_until_ready(20)
+                with living(await writer.says("child ")):
                     writer.signal(signal.SIGKILL)
                     with pytest.raises(PeerDied, match=f"the writer .pid {writer.pid}. died"):
                         await reader.dequeue(20)
