@@ -235,8 +235,8 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         """Send objects, in order and one right after the other, with one wake-up of each reader.
 
         All of them or none: everything is encoded first, and published once there is room for all. There are two
-        exceptions: a batch that is larger than the whole ring goes in parts, and a message that is larger than a chunk
-        may find no memory after the messages before it were sent. ``stats().messages`` counts the messages sent.
+        exceptions: a batch larger than the whole ring goes in parts, and a message larger than a chunk may find no
+        memory after earlier messages were sent. ``stats().messages`` counts the messages sent.
 
         Args:
             objs: Objects that the queue's codec can encode.
@@ -245,7 +245,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         Raises:
             TimeoutError: Not enough room became free in time.
             CodecError: An object cannot be encoded; nothing was sent.
-            SharedMemoryError, OutOfDescriptors: There is no memory for a message that is larger than a chunk.
+            SharedMemoryError, OutOfDescriptors: There is no memory for a message larger than a chunk.
             PeerDied, QueueClosed: As `enqueue`.
         """
         writer = self._writer_of("enqueue_many")

@@ -387,7 +387,7 @@ class ReaderControl(_RingEnd, _ReaderBase):
     # Messages of a reader that the writer does not wait for
 
     def intact(self) -> bool:
-        """Return whether the next published message, and any copy made of it, are whole: it was not passed over."""
+        """Return whether the next published message, and any copy made before, are whole: not passed over."""
         memory_fence()  # after the copy was made
         slot = self.slots[self.seq % self.layout.slots]
         unread = slot.flags[1 + self.reader] == 0

@@ -344,7 +344,7 @@ class EngineLink:
         self.give_up(error)
 
     def _read_last_outputs(self) -> None:
-        """Read all outputs that a dead engine has sent; living engines may send more and more meanwhile."""
+        """Read all outputs of a dead engine; living engines may send more and more meanwhile."""
         for _ in range(_LAST_BURSTS):
             if not self.sockets.outputs.run():
                 break

@@ -197,9 +197,7 @@ class Loan(AbstractAsyncContextManager[T], Generic[T]):
         self._room = room
         self._lend = lend
         self._as_sent = as_sent
-        if timeout is not None:
-            timeout = check_timeout("timeout", timeout)
-        self._timeout = timeout
+        self._timeout = check_timeout("timeout", timeout)
         self._slot: Slot | None = None
         self._extent: Extent | None = None
         self._filled: list[T] = []
