@@ -89,7 +89,7 @@ class Codec(Protocol[T_co]):
 # Errors
 
 
-def cannot_decode(error: Exception, codec: str = "pickle") -> CodecError:
+def cannot_decode(error: BaseException, codec: str = "pickle") -> CodecError:
     """Return the error for a message that cannot be decoded, with ``error`` as its cause.
 
     The frames of ``error`` are cleared: their views would keep the memory mapped. A caller with

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from aioshm.errors import (
     QueueEmpty,
     QueueFull,
     RemoteFailure,
+    RoleError,
     WorkerError,
     copy_error,
 )
@@ -70,7 +71,6 @@ class Call:
     taken: int = 0  # items taken since the worker last got credit for more
     failure: Exception | None = None  # of a call that failed outside of the method
     done: bool = False  # whether the caller has nothing more to wait for
-    abandoned: bool = False  # the caller has left: the call is unqueued, or cancelled in the worker
     ready: asyncio.Event = field(default_factory=asyncio.Event)  # there are new items, or the call is done
 
     def finish(self, failure: Exception | None = None) -> None:
@@ -104,11 +104,6 @@ class CallTable:
         self._count = 0
         self._answers = merge({}, errors="yield")
         self._reading: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def sent_to(self, rank: int) -> list[Call]:
-        """Return the unanswered calls of a worker."""
-        return [call for call in self._sent.values() if rank in call.missing]
 
     # Callers
 
@@ -134,11 +129,9 @@ class CallTable:
             except QueueFull:
                 await asyncio.sleep(RETRY_S)
                 await self.settled()  # a worker may have died
-        self._register(call, self._ranks)
+        self._register(call, self._ranks.values())
         self._last_of_all = call
         self.update()
-        for rank in self._ranks.values():
-            rank.sent.add(call)
 
     async def settled(self) -> None:
         """Wait until all workers are present, and have answered the last call of all."""
@@ -172,21 +165,20 @@ class CallTable:
         if not (call.items or call.done):
             call.ready.clear()
         call.taken += 1
-        if call.taken == max(1, call.request.prefetch // 2) and call.number in self._sent:
+        if call.taken == max(1, call.request.prefetch // 2):
             self._notify(call, CREDIT, call.taken)
             call.taken = 0
         return item
 
     def abandon(self, call: Call) -> None:
         """Forget a call whose caller has left: drop a queued call, cancel a sent one in the worker."""
-        call.done = True
-        if call.abandoned or not call.order:
-            return
-        call.abandoned = True
         call.items.clear()
-        if call.number in self._sent:
+        if call.done:
+            return
+        call.done = True
+        if call.number:
             self._notify(call, CANCEL)
-        elif not call.number:
+        elif call.order:
             for queue in (self._any, *(rank.queue for rank in self._ranks.values())):
                 if call in queue:
                     queue.remove(call)
@@ -269,24 +261,25 @@ class CallTable:
 
     def _precedes(self, call: Call, rank: Rank) -> bool:
         """Return whether a call of this worker comes before the waiting calls of any worker."""
-        return not self._any or bool(rank.streams) or rank.leaving or call.order < self._any[0].order
+        return not self._any or rank.leaving or call.order < self._any[0].order or rank.has_stream
 
-    def _register(self, call: Call, ranks: Iterable[int]) -> None:
+    def _register(self, call: Call, ranks: Iterable[Rank]) -> None:
         self._number += 1
         call.number = self._number
-        call.missing = set(ranks)
         self._sent[call.number] = call
+        for rank in ranks:
+            rank.sent.add(call)
+            call.missing.add(rank.rank)
 
     # Sending
 
     def _send(self, rank: Rank, call: Call) -> None:
-        (rank.streams if call.stream else rank.sent).add(call)
-        self._register(call, (rank.rank,))
+        self._register(call, (rank,))
         call.rank = rank.rank
         last = self._last_of_all
         after = last.number if last is not None and last.number > rank.joined else 0
-        if self._post(rank, (STREAM if call.stream else CALL, call.number, after, tuple(call.request)), call):
-            rank.last_call = call.number
+        rank.last_call = call.number
+        self._post(rank, (STREAM if call.stream else CALL, call.number, after, tuple(call.request)), call)
 
     def _notify(self, call: Call, kind: int, value: Any = None) -> None:
         """Send a message about a call that was sent."""
@@ -294,28 +287,20 @@ class CallTable:
             if self._ranks[rank].present:
                 self._post(self._ranks[rank], (kind, call.number, 0, value), call)
 
-    def _post(self, rank: Rank, message: Message, call: Call) -> bool:
-        """Send a message, or put it in the outbox while there is no room; False: it cannot be sent at all."""
+    def _post(self, rank: Rank, message: Message, call: Call) -> None:
+        """Send a message, or put it in the outbox while there is no room."""
         process = rank.process
         assert process is not None
         if not process.outbox:
             try:
                 process.requests.enqueue_nowait(message)
-                return True
-            except QueueFull:
-                self._spawn(self._flush(rank, process))
-            except (PeerDied, QueueClosed):  # the process is ending: `remove` queues the unsent calls again
-                process.ended.set()
-            except Exception as error:
-                self._refuse(rank, call, error)
-                return False
+                return
+            except RoleError as error:  # in a forked child: the workers are the parent's
+                call.finish(error)
+                return
+            except Exception:  # no room, or an error that recurs in `_flush`
+                self._session.spawn(self._flush(rank, process), "aioshm-sends-calls")
         process.outbox.append((message, call))
-        return True
-
-    def _refuse(self, rank: Rank, call: Call, error: Exception) -> None:
-        """Fail a call whose arguments cannot be sent."""
-        call.finish(error)
-        self._drop(rank, call)
 
     async def _flush(self, rank: Rank, process: WorkerProcess) -> None:
         while process.outbox:
@@ -323,14 +308,15 @@ class CallTable:
             try:
                 await process.requests.enqueue(message)
                 process.outbox.popleft()
-            except (PeerDied, QueueClosed):
+            except (PeerDied, QueueClosed):  # the process is ending: `remove` queues the unsent calls again
                 process.ended.set()
                 return
-            except Exception as error:
+            except Exception as error:  # the arguments cannot be sent
                 kind, number, after, _ = message
                 unsent = Undecodable(CodecError(f"{call.method} was not sent"))
                 process.outbox[0] = (kind, number, after, unsent), call  # calls of all may wait for the number
-                self._refuse(rank, call, error)
+                call.finish(error)
+                self._drop(rank, call)
                 self.freed(rank)
                 await asyncio.sleep(RETRY_S)
 
@@ -369,7 +355,7 @@ class CallTable:
             assert rank.process is not None
             rank.process.ended.set()
         else:  # the lost message may have answered any of these calls
-            for call in self.sent_to(number):
+            for call in [*rank.sent]:
                 call.errors[number] = failure_of(message)
                 self._answered(rank, call)
 
@@ -401,7 +387,6 @@ class CallTable:
 
     def _drop(self, rank: Rank, call: Call) -> None:
         rank.sent.discard(call)
-        rank.streams.discard(call)
         call.missing.discard(rank.rank)
         if not call.missing:
             self._sent.pop(call.number, None)
@@ -443,14 +428,12 @@ class CallTable:
         with suppress(AioshmError, QueueEmpty):
             while True:  # answers from before the death are valid
                 self._deliver(rank, *process.replies.dequeue_nowait())
-        self._spawn(process.close())
+        self._session.spawn(process.close(), "aioshm-closes-queues")
         for message, call in reversed(process.outbox):
             if message[0] in (CALL, STREAM) and not call.done:
                 self._drop(rank, call)
                 call.number = 0
                 (self._any if call.wanted is None else rank.queue).appendleft(call)
-        rank.sent.clear()
-        rank.streams.clear()
         for call in [*self._sent.values()]:
             # A call of all fails even after the answer of the dead worker: other workers may wait for that worker.
             if call.of_all or rank.rank in call.missing:
@@ -460,7 +443,7 @@ class CallTable:
 
     async def drain(self, ranks: Iterable[Rank]) -> None:
         """Wait until the present calls of these workers are done."""
-        while any(rank.sent or rank.streams or rank.queue for rank in ranks):
+        while any(rank.sent or rank.queue for rank in ranks):
             await asyncio.sleep(RETRY_S)
             self._session.check()
 
@@ -470,26 +453,17 @@ class CallTable:
         self._any.clear()
         for rank in self._ranks.values():
             rank.queue.clear()
-            rank.alive.set()
         for call in [*waiting, *self._sent.values()]:
             call.finish(copy_error(failure))
         self.update()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def aclose(self) -> None:
         """Close all queues; the workers end their calls and exit. Idempotent."""
         for rank in self._ranks.values():
             rank.present = False
-            if rank.process is not None:
-                self._spawn(rank.process.close())
+        processes = [rank.process for rank in self._ranks.values() if rank.process is not None]
         try:
             await self._answers.aclose()
-            while self._tasks:
-                await asyncio.wait(self._tasks)
+            await asyncio.gather(*(process.close() for process in processes))
         finally:
             await self.broadcasts.aclose()

@@ -398,7 +398,8 @@ class WorkerGroup(AsyncClosing):
         With ``restart`` this waits for a crash loop. Returns None if the group was closed. Cancelling this changes
         nothing.
         """
-        await self._session.ended.wait()
+        async for _ in self._session.membership():
+            pass
         error = self._session.failure
         if error is None or isinstance(error, QueueClosed):
             return None

@@ -30,7 +30,7 @@ from aioshm.process.child import Child
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.placement import Placement, place_of
 from aioshm.process.proc import HUNG_STATES, process_state
-from aioshm.process.restart import Life, ProcessPhase, RankInfo, Restart
+from aioshm.process.restart import Life, RankInfo, Restart
 from aioshm.process.stalls import ProgressWatch
 from aioshm.process.stopping import ashutdown
 from aioshm.process.watch import ProcessExit, ProcessWatch
@@ -160,21 +160,12 @@ class Rank(Life):
         self.name: str = name
         self.process: WorkerProcess | None = None  # after a death the dead process, until its replacement
         self.present: bool = False  # whether its process takes calls
-        self.alive: asyncio.Event = asyncio.Event()  # set while its process is ready, and at the end of the group
         self.leaving: bool = False  # whether scaling down removes this worker
         self.queue: deque[Call] = deque()  # its own calls, not sent yet
-        self.sent: set[Call] = set()  # calls that are not answered
-        self.streams: set[Call] = set()  # not ended
+        self.sent: set[Call] = set()  # calls that are not answered, and streams that have not ended
         self.idle_since: int = 0
         self.joined: int = 0  # the last call of all that was sent before the process was ready
         self.last_call: int = 0  # the last of its own calls that was sent to the process
-
-    def enter(self, state: ProcessPhase, where: str = "") -> None:
-        super().enter(state, where)
-        if self.is_alive:
-            self.alive.set()
-        else:
-            self.alive.clear()
 
     def take_process(self, process: WorkerProcess) -> None:
         """Note the process that is to become this worker."""
@@ -184,7 +175,12 @@ class Rank(Life):
     @property
     def idle(self) -> bool:
         """Whether a call of any worker may be sent to this worker."""
-        return self.present and self.state == "running" and not (self.leaving or self.sent or self.streams)
+        return self.present and self.state == "running" and not (self.leaving or self.sent)
+
+    @property
+    def has_stream(self) -> bool:
+        """Whether a stream of this worker has not ended."""
+        return any(call.stream for call in self.sent)
 
     def describe(self) -> str:
         """Name the worker, with its state if it makes no progress or cannot run."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from collections.abc import AsyncIterator, Coroutine, Iterable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Coroutine, Iterable
+from contextlib import aclosing, suppress
 from typing import Any
 
 import msgspec
@@ -38,7 +38,6 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.failure: AioshmError | None = None  # of every later call
-        self.ended: asyncio.Event = asyncio.Event()
         self.is_open: bool = False  # whether the processes and the calls exist
         self.replaces: bool = False  # whether dead workers are replaced: with ``restart``, after the start
         self.ranks: dict[int, Rank] = {}
@@ -162,7 +161,7 @@ class Session:
                 texts.append(text)
         return "; ".join(texts)
 
-    async def membership(self) -> AsyncIterator[RankInfo]:
+    async def membership(self) -> AsyncGenerator[RankInfo, None]:
         """Yield the changes of the workers from now on, until the group ends."""
         changes: asyncio.Queue[RankInfo | None] = asyncio.Queue()
         if self.failure is None:
@@ -172,6 +171,12 @@ class Session:
                 yield change
         finally:
             self._watchers.discard(changes)
+
+    async def _alive(self, rank: Rank) -> None:
+        """Wait until a worker is ready, or the group has ended."""
+        async with aclosing(self.membership()) as changes:
+            while not rank.is_alive and await anext(changes, None) is not None:
+                pass
 
     def _note_change(self, info: RankInfo | None) -> None:
         """Report a change to the iterators of `membership`; None: the group has ended."""
@@ -278,7 +283,7 @@ class Session:
             self.spawn(self._end(process), f"aioshm-restarts-worker-{number}")
         try:
             async with asyncio.timeout(timeout):
-                await rank.alive.wait()
+                await self._alive(rank)
                 self.check()
         except TimeoutError:
             text = f"no replacement of {rank.describe()} within {timeout} s: {self.describe_absent()}"
@@ -306,7 +311,7 @@ class Session:
                 for rank in newcomers:
                     rank.task = self.spawn(self._keep(rank), f"aioshm-keeps-worker-{rank.rank}")
                 for rank in newcomers:
-                    await rank.alive.wait()
+                    await self._alive(rank)
         except AioshmError:
             if self.failure is None:
                 raise
@@ -350,7 +355,6 @@ class Session:
         """Fail all present and later calls; only the first failure counts."""
         if self.failure is None:
             self.failure = failure
-            self.ended.set()
             if self.is_open:
                 self.calls.end(failure)
             self._note_change(None)

@@ -240,13 +240,11 @@ class Worker:
         self._progress = progress.own()
         self._object: Any = None
         self._rank = 0
-        self._awaits = False  # whether a coroutine method runs
         self._calls: tuple[deque[Message], deque[Message]] = (deque(), deque())  # not begun yet, of each queue
         self._begun = [0, 0]  # the number of the last call of each queue
         self._busy = False  # whether a task runs the calls
         self._awaited: int | None = None  # the call whose method is awaited
-        self._awaiting: asyncio.Task[None] | None = None  # awaits that method, and runs the calls behind
-        self._streams: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # send the items of streams, or await a method
         self._credits: dict[int, asyncio.Semaphore] = {}  # how many items each stream may yield
         self._group = asyncio.TaskGroup()
         self._ending = False
@@ -304,9 +302,7 @@ class Worker:
                         self._take(source, queue.dequeue_nowait())
                 if not self._busy:
                     self._busy = True
-                    begun = await self._advance()
-                    if begun is not None:
-                        self._awaiting = self._group.create_task(self._await_results(*begun))
+                    await self._advance()
         finally:
             self._ending = True
 
@@ -339,12 +335,11 @@ class Worker:
         return None
 
     def _interrupt(self, number: int) -> None:
-        task = self._awaiting if number == self._awaited else self._streams.get(number)
-        if task is not None:
-            task.cancel()
+        if number in self._tasks:
+            self._tasks[number].cancel()
 
-    async def _advance(self) -> tuple[int, int, Request, Awaitable[Any]] | None:
-        """Run the queued calls; return the first whose result has to be awaited."""
+    async def _advance(self) -> None:
+        """Run the queued calls, up to the first whose result has to be awaited: its task continues."""
         while (call := self._next_call()) is not None:
             kind, number, _, value = call
             if kind == CANCEL:
@@ -359,34 +354,41 @@ class Worker:
                 await self._reply(FAILURE, number, failure_of(error))
                 continue
             if inspect.isawaitable(result):
-                return kind, number, request, result
+                self._tasks[number] = self._group.create_task(self._await_result(kind, number, request, result))
+                return
             await self._answer(kind, number, request, result)
         self._busy = False
-        return None
 
-    async def _await_results(self, kind: int, number: int, request: Request, result: Awaitable[Any]) -> None:
-        """Await the result of a method; then continue with the queued calls."""
-        begun: tuple[int, int, Request, Awaitable[Any]] | None = kind, number, request, result
-        while begun is not None:
-            kind, number, request, result = begun
-            self._awaited = number
-            try:
-                value = await self._finish(result)
-            except (Exception, asyncio.CancelledError) as error:  # the latter from the method, or by `_interrupt`
-                self._awaited = None
-                if self._stops:
-                    raise
-                await self._reply(FAILURE, number, failure_of(error))
-            else:
-                self._awaited = None
-                await self._answer(kind, number, request, value)
-            begun = await self._advance()
+    async def _await_result(self, kind: int, number: int, request: Request, result: Awaitable[Any]) -> None:
+        """Await the result of a coroutine method, and answer; then continue with the queued calls."""
+        task = self._tasks[number]
+        self._awaited = number
+        self._progress.task = task
+        self._progress.enter(BUSY)
+        failure: RemoteFailure | None = None
+        try:
+            value = await result
+        except (Exception, asyncio.CancelledError) as error:  # the latter from the method, or by `_interrupt`
+            if self._stops:
+                raise
+            failure = failure_of(error)
+        finally:
+            self._awaited = None
+            self._progress.enter(IDLE)
+            del self._tasks[number]
+            while task.cancelling() and not self._stops:  # only the method was cancelled
+                task.uncancel()
+        if failure is None:
+            await self._answer(kind, number, request, value)
+        else:
+            await self._reply(FAILURE, number, failure)
+        await self._advance()
 
     async def _answer(self, kind: int, number: int, request: Request, result: Any) -> None:
         """Send the result of a method, or begin to send the items of a stream."""
         if kind == STREAM:
             self._credits[number] = asyncio.Semaphore(request.prefetch)
-            self._streams[number] = self._group.create_task(self._send_items(number, result))
+            self._tasks[number] = self._group.create_task(self._send_items(number, result))
         else:
             wanted = request.reply_rank in (None, self._rank)
             await self._reply(RESULT, number, result if wanted else None)
@@ -408,31 +410,16 @@ class Worker:
 
     def _run_plain(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function of the user's, which may hold up the loop for long: SIGTERM interrupts it."""
-        if not self._awaits:  # else an item of a stream would count as progress of the coroutine method
+        if self._awaited is None:  # else an item of a stream would count as progress of the coroutine method
             self._progress.enter(BUSY)
         self._termination.interrupts = True
         try:
             return function(*args, **kwargs)
         finally:
             self._termination.interrupts = False
-            if not self._awaits:
+            if self._awaited is None:
                 self._progress.enter(IDLE)
             self._termination.raise_again()
-
-    async def _finish(self, result: Awaitable[Any]) -> Any:
-        """Await the result of a coroutine method."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._awaits = True
-        self._progress.task = task
-        self._progress.enter(BUSY)
-        try:
-            return await result
-        finally:
-            self._awaits = False
-            self._progress.enter(IDLE)
-            while task.cancelling() and not self._stops:  # the cancellation was for this call, not for later ones
-                task.uncancel()
 
     async def _send_items(self, number: int, result: Any) -> None:
         items: Items | None = None
@@ -450,7 +437,7 @@ class Worker:
         except (Exception, asyncio.CancelledError) as error:
             if not self._stops:
                 logger.warning("a stream's generator has raised while it was closed: %s", failure_of(error))
-        del self._streams[number], self._credits[number]
+        del self._tasks[number], self._credits[number]
         if not self._stops:
             await self._reply(RESULT if failure is None else FAILURE, number, failure)
 

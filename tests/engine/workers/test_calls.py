@@ -43,9 +43,9 @@ async def sent_step(group: WorkerGroup, method: str, *args: Any) -> asyncio.Task
     return step
 
 
-def calls_of(group: WorkerGroup, rank: int) -> list[Any]:
+def calls_of(group: WorkerGroup, rank: int) -> set[Any]:
     """Return the calls that were sent to a worker and not answered."""
-    return group._session.calls.sent_to(rank)
+    return group._session.ranks[rank].sent
 
 
 @asynccontextmanager

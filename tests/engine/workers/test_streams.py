@@ -228,7 +228,7 @@ async def test_stream_cancelled_at_any_moment_loses_no_item_of_another_stream() 
 
 async def until_idle(group: WorkerGroup) -> None:
     async with asyncio.timeout(30):
-        while group._session.calls.sent_to(0):
+        while group._session.ranks[0].sent:
             await group.call(0, "add")
 
 

@@ -207,7 +207,7 @@ class TestSigterm:
         async with group_of(1, worker=targets.Streaming, loop_factory=own_loop_factory()) as group:
             streams = [group.stream(0, "count_slowly", None, targets.LONG_S) for _ in range(20)]
             waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
-            await until(lambda: len(group._session.calls.sent_to(0)) == len(streams))
+            await until(lambda: len(group._session.ranks[0].sent) == len(streams))
             await group.call(0, "add")  # the generators have begun
             os.kill(group.pids[0], signal.SIGTERM)
             outcomes = await asyncio.gather(*waiting, return_exceptions=True)
