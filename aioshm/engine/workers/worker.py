@@ -96,7 +96,7 @@ class MessageCodec(PickleCodec):
     def loads(data: bytes) -> Any:
         try:
             return PickleCodec.loads(data)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # the latter from the code of a value
             return _without_value(data, cannot_decode(error))
 
     def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
@@ -104,6 +104,8 @@ class MessageCodec(PickleCodec):
             return super().decode(main, buffers)
         except CodecError as error:
             return _without_value(main, error)
+        except asyncio.CancelledError as error:
+            return _without_value(main, cannot_decode(error))
 
 
 def _without_value(pickled: bytes | memoryview, error: CodecError) -> Message:
@@ -252,7 +254,7 @@ class Worker:
         self._failure: RemoteFailure | None = None
         try:
             self._construction = pickle.loads(construction)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             self._failure = failure_of(error)
 
     @property

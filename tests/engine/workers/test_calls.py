@@ -168,6 +168,19 @@ class TestErrors:
             assert await slow == "slow"
             assert await group.call(1, "begin", 1) == ["slow", 1]
 
+    async def test_argument_that_raises_cancelled_error_when_unpickled_fails_its_call_alone(self) -> None:
+        async with group_of() as group:
+            for alone in (False, True):
+                for more in (None, np.zeros(100_000)):
+                    bad = targets.CancelledAt("worker")
+                    with pytest.raises(
+                        WorkerError, match=r"rank 1: aioshm.errors.CodecError: .*CancelledError: not in"
+                    ):
+                        await call(group, alone, "begin", bad, more, timeout=10)
+            assert await group.broadcast("add", 1, timeout=30) == [1, 2]
+        with pytest.raises(WorkerError, match="CancelledError: not in the worker"):
+            await group_of(args=(targets.CancelledAt("worker"),)).__aenter__()
+
     async def test_arguments_that_cannot_be_sent_once_there_is_room_fail_their_call_alone(self) -> None:
         async with group_of(max_chunk_bytes=1 << 10, max_chunks=2) as group:
             process = group._session.ranks[1].process

@@ -131,6 +131,17 @@ class FaultyAt:
         return complain, (self.side,)
 
 
+class CancelledAt(FaultyAt):
+    """Raises CancelledError when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return cancel, (self.side,)
+
+
+def cancel(side: str) -> None:
+    raise asyncio.CancelledError(f"not in the {side}")
+
+
 def rank_of(worker: Worker, more: int) -> int:
     return worker.rank + more
 
