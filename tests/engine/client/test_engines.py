@@ -106,7 +106,12 @@ def test_an_engine_without_progress_is_passed_over_while_another_is_there() -> N
         "engine 4 is stalled: at model.py:41 in forward",
         "engine 6 is stopped",
     ]
+    engines.note_health(4, "running", "")
+    assert engines.choose().rank == 4
+    assert len(engines.in_service()) == 3, "calls of all engines are for all"
     engines.note_health(7, "stalled", "")  # unknown
+    engines[6].register({}, 1, "pid 7", None)
+    assert not engines[6].stall, "an engine that registers again makes progress"
 
 
 def test_a_leaving_or_dead_engine_stays_out_when_it_makes_progress_again() -> None:
