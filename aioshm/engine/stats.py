@@ -112,21 +112,6 @@ class EngineSupervisorStats(msgspec.Struct, frozen=True):
     client: EngineClientStats | None
 
 
-class _Histogram:
-    """Counts durations."""
-
-    def __init__(self) -> None:
-        self._sum_ns = 0
-        self._counts = [0] * len(Latency().counts)
-
-    def add(self, took_ns: int) -> None:
-        self._sum_ns += took_ns
-        self._counts[bisect_right(Latency.BOUNDS_NS, took_ns)] += 1
-
-    def latency(self) -> Latency:
-        return Latency(tuple(self._counts), self._sum_ns)
-
-
 class Meter:
     """Counts calls or streams; used in one thread, read in any."""
 
@@ -135,7 +120,8 @@ class Meter:
         self._failed = 0
         self._cancelled = 0
         self._ended = 0
-        self._took = _Histogram()
+        self._sum_ns = 0
+        self._counts = [0] * len(Latency().counts)  # of durations
         self.items: int = 0  # of all streams
 
     def begin(self) -> int:
@@ -145,7 +131,9 @@ class Meter:
 
     def took(self, began: int) -> None:
         """Note the time of a call's result, or of a stream's first item."""
-        self._took.add(monotonic_ns() - began)
+        took_ns = monotonic_ns() - began
+        self._sum_ns += took_ns
+        self._counts[bisect_right(Latency.BOUNDS_NS, took_ns)] += 1
 
     def end(self, error: BaseException | None) -> None:
         """Count an end."""
@@ -170,9 +158,12 @@ class Meter:
     def call_stats(self) -> CallStats:
         """Return the counters of calls."""
         in_flight = self._begun - self._ended
-        return CallStats(self._begun, self._failed, self._cancelled, in_flight, self._took.latency())
+        return CallStats(self._begun, self._failed, self._cancelled, in_flight, self._latency())
 
     def stream_stats(self) -> StreamStats:
         """Return the counters of streams."""
         in_flight = self._begun - self._ended
-        return StreamStats(self._begun, self._failed, self._cancelled, in_flight, self.items, self._took.latency())
+        return StreamStats(self._begun, self._failed, self._cancelled, in_flight, self.items, self._latency())
+
+    def _latency(self) -> Latency:
+        return Latency(tuple(self._counts), self._sum_ns)
