@@ -99,9 +99,12 @@ class Pump:
 
     def run(self) -> bool:
         """Call ``work`` now, unless the pump is paused; return whether there may be more to do."""
-        more = self._running and bool(self.work())
-        if more:
-            self.run_soon()
+        more = self._running
+        try:
+            more = more and bool(self.work())
+        finally:
+            if more:  # also after an error, which must leave no later message unread
+                self.run_soon()
         return more
 
     def run_soon(self) -> None:

@@ -61,3 +61,24 @@ async def test_a_pump_reads_what_came_while_it_was_paused(pair: tuple[Socket, So
     await until(lambda: len(taken) == 3 * BURST, "the others")
     assert taken == [[b"%d" % number] for number in range(3 * BURST)]
     pump.pause()
+
+
+async def test_error_of_one_message_leaves_no_later_one_unread(pair: tuple[Socket, Socket]) -> None:
+    sender, receiver = pair
+    loop = asyncio.get_running_loop()
+    errors: list[object] = []
+    loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
+    taken: list[list[bytes]] = []
+
+    def take(frames: list[bytes]) -> None:
+        taken.append(frames)
+        if len(taken) == 1:
+            raise ValueError("the first message")
+
+    for _ in range(3):
+        sender.send(b"")
+    assert receiver.poll(10_000)  # the descriptor is silent from here on
+    pump = Pump.of_messages(loop, receiver, take, whole(receiver))
+    await until(lambda: len(taken) == 3)
+    pump.pause()
+    assert [str(error) for error in errors] == ["the first message"]
