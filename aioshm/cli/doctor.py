@@ -22,7 +22,7 @@ import aioshm
 from aioshm.cli.app import CommandFailed, print_json
 from aioshm.config import Options, native_wanted
 from aioshm.events.protocol.encoding import NativeEncoder
-from aioshm.process.placement import allowed_cpus, numa_nodes, show_cpus, sockets, usable_cpus
+from aioshm.process.placement import allowed_cpus, numa_nodes, show_ranges, sockets, usable_cpus
 from aioshm.process.proc import handles_child_exits, zombies_of
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 from aioshm.ring.cores import FULL_FENCE, RECHECK_S, STRONG_ORDER, native_core
@@ -261,11 +261,11 @@ def _show_topology(console: Console) -> None:
     found = _topology()
     if found["allowed_cpus"]:
         console.print()
-        console.print(f"CPUs allowed to this process: {show_cpus(found['allowed_cpus'])}")
+        console.print(f"CPUs allowed to this process: {show_ranges(found['allowed_cpus'])}")
     for number, cpus in found["sockets"].items():
-        console.print(f"socket {number}: CPUs {show_cpus(cpus)}")
+        console.print(f"socket {number}: CPUs {show_ranges(cpus)}")
     for number, node in found["numa_nodes"].items():
-        line = f"NUMA node {number}: CPUs {show_cpus(node['cpus'])}"
+        line = f"NUMA node {number}: CPUs {show_ranges(node['cpus'])}"
         if node["memory_bytes"] is not None:
             line += f", {node['memory_bytes'] / _GIB:.1f} GiB of memory"
         if node["free_bytes"] is not None:

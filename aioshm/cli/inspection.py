@@ -27,7 +27,7 @@ from aioshm.cli.tables import (
     Row,
     count,
     duration,
-    end_row,
+    end_rows,
     print_folded,
     process_row,
     progress,
@@ -121,7 +121,7 @@ def inspect(queue: Queue, as_json: AsJson = False, interval: Interval = 0.2) -> 
     for name, text in _facts(one).items():
         print_folded(console, f"{name:<11}{text}", bold=name)
     console.print()
-    rows = [end_row(one, end) for end in one.ends]
+    rows = end_rows(one)
     for row in rows:
         del row["queue"]
     _print_table(console, rows, tail=True)
@@ -132,7 +132,7 @@ def _facts(queue: QueueSnapshot) -> dict[str, str]:
     layout = header.layout
     writer = header.writer
     chunks = ", ".join(f"{pool.chunks} of {size(pool.room)}" for pool in layout.pools)
-    return {
+    facts = {
         "queue": header.name or "(it has no name)",
         "id": header.queue_id,
         "age": duration(writer.age_s),
@@ -142,9 +142,11 @@ def _facts(queue: QueueSnapshot) -> dict[str, str]:
         "overflow": f"{queue.overflow_segments} segments, {size(queue.overflow_bytes)}; {writer.overflows:,} messages",
         "published": f"{writer.messages:,} messages, {size(writer.bytes)}",
         "backlog": f"{header.backlog:,} messages",
-        "remote": f"{writer.remote_readers} readers, of which only the writer's process knows more",
         "open in": ", ".join(map(str, queue.holders)),
     }
+    if writer.remote_readers:
+        facts["remote"] = f"{writer.remote_readers} readers; the writer's stats() knows more about them"
+    return facts
 
 
 def dump(
@@ -284,7 +286,9 @@ class _Screen:
             if suspect.side == "writer":
                 name = "the writer"
             if suspect.pid:
-                name += f", pid {suspect.pid} ({suspect.command})"
+                name += f", pid {suspect.pid}"
+            if suspect.command:
+                name += f" ({suspect.command})"
             self.show(f"{label}: {name}: {suspect.text}", bold=label)
             if suspect.pid and suspect.state != "gone":
                 self.show_code(suspect.pid, suspect.state, suspect)
@@ -434,7 +438,7 @@ def _page(width: int, queues: Sequence[QueueSnapshot], started: Sequence[Started
     if started:
         parts += [Text(), *table(list(map(process_row, started)), width, head=True, tail=True)]
     if queues:
-        rows = [end_row(queue, end) for queue in queues for end in queue.ends]
+        rows = [row for queue in queues for row in end_rows(queue)]
         parts += [Text(), *table(rows, width, head=True, tail=True)]
     note = f"queues: {len(queues)}; engines and workers: {len(started)}; "
     note += f"processes of other users not looked at: {skipped}"

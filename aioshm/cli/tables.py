@@ -13,6 +13,7 @@ from rich.text import Text
 from aioshm.observe.processes import StartedProcess
 from aioshm.observe.queues import End, QueueSnapshot
 from aioshm.observe.suspects import LONG_LAG
+from aioshm.process.placement import show_ranges
 
 Row: TypeAlias = dict[str, str | Text]
 """The cells of one row, by the names of their columns; of a number as a str."""
@@ -126,8 +127,17 @@ def queue_row(queue: QueueSnapshot) -> Row:
     }
 
 
-def end_row(queue: QueueSnapshot, end: End) -> Row:
-    """Return the row of an end of a queue."""
+def end_rows(queue: QueueSnapshot) -> list[Row]:
+    """Return the rows of the ends of a queue; readers that never came have one row."""
+    came = [end for end in queue.ends if end.membership != "absent"]
+    rows = [_end_row(queue, end) for end in came]
+    absent = [end for end in queue.ends if end.membership == "absent"]
+    if absent:
+        rows.append({**_end_row(queue, absent[0]), "end": f"reader {show_ranges([end.rank for end in absent])}"})
+    return rows
+
+
+def _end_row(queue: QueueSnapshot, end: End) -> Row:
     return {
         "queue": queue.label,
         "end": f"{end.side} {end.rank}".removesuffix(" -1"),

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from aioshm.process import parent, progress
 from aioshm.process.placement import Place
-from aioshm.process.stopping import KILLED_S, leads_sessions, reap_left_by
+from aioshm.process.stopping import leads_sessions, reap_left_by
 
 STATUS_UNKNOWN = 255
 """The exit code of a process whose code another part of the program has taken; the same as asyncio's."""
@@ -33,6 +33,9 @@ _EXIT_PRIORITY = 0
 
 ABORT_WITHIN_S = 2.0
 """How long a process may take to write its stacks, and its core where that is wanted, before SIGKILL."""
+
+GONE_WITHIN_S = 30.0
+"""How long a killed process may take to be gone. With much memory, or with a device, that takes seconds."""
 
 _OWN_ATTRIBUTES = frozenset({"_stderr", "_place", "_launched", "progress", "reason", "_killed_at"})
 """Attributes of the parent's object, which the new process does not get."""
@@ -92,11 +95,11 @@ class Child(SpawnProcess):
 
     @property
     def survives_kill(self) -> bool:
-        """Whether the process is not gone `KILLED_S` after SIGKILL: it is in an uninterruptible sleep (D).
+        """Whether the process is not gone `GONE_WITHIN_S` after SIGKILL: it is in an uninterruptible sleep (D).
 
         The process runs no more code, and counts as exited.
         """
-        if self._killed_at is None or time.monotonic() < self._killed_at + KILLED_S:
+        if self._killed_at is None or time.monotonic() < self._killed_at + GONE_WITHIN_S:
             return False
         return self.exitcode is None
 

@@ -115,21 +115,22 @@ def _usable(place: Place, rank: int) -> tuple[int, ...]:
     wrong = set(place.cpus) - allowed
     if wrong:
         raise ValueError(
-            f"placement.cpus of rank {rank}: {show_cpus(wrong)} cannot be used here; allowed are {show_cpus(allowed)}"
+            f"placement.cpus of rank {rank}: {show_ranges(wrong)} cannot be used here; "
+            f"allowed are {show_ranges(allowed)}"
         )
     if place.numa_node is None:
         return place.cpus
     nodes = numa_nodes()
     where = f"placement.numa_node of rank {rank}: node {place.numa_node}"
     if place.numa_node not in nodes:
-        raise ValueError(f"{where} does not exist; the nodes are {show_cpus(nodes)}")
+        raise ValueError(f"{where} does not exist; the nodes are {show_ranges(nodes)}")
     inside = nodes[place.numa_node].cpus
     cpus = inside & (set(place.cpus) or allowed)
     if not cpus:
-        among = f"those allowed here, {show_cpus(allowed)}"
+        among = f"those allowed here, {show_ranges(allowed)}"
         if place.cpus:
-            among = f"placement.cpus, {show_cpus(place.cpus)}"
-        raise ValueError(f"{where} has CPUs {show_cpus(inside)}, and none of them is among {among}")
+            among = f"placement.cpus, {show_ranges(place.cpus)}"
+        raise ValueError(f"{where} has CPUs {show_ranges(inside)}, and none of them is among {among}")
     return tuple(sorted(cpus))
 
 
@@ -215,14 +216,14 @@ def parse_cpus(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def show_cpus(cpus: Collection[int]) -> str:
-    """Return a list such as "0-3,8"; "none" without CPUs."""
+def show_ranges(numbers: Collection[int]) -> str:
+    """Return a list such as "0-3,8"; "none" without numbers."""
     runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and cpu == runs[-1][-1] + 1:
-            runs[-1].append(cpu)
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            runs.append([cpu])
+            runs.append([number])
     return ",".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs) or "none"
 
 

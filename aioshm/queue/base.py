@@ -242,7 +242,8 @@ class QueueBase(Generic[T]):
         side = "writer"
         if self._writer is None:
             side = "reader"
-        raise RoleError(f"{call}() belongs to the queue's {end}; this is a {side}: {self.end!r}")
+        advice = "a queue has one direction, and answers need a second queue"
+        raise RoleError(f"{call}() belongs to the queue's {end}; this is a {side}: {self.end!r}; {advice}")
 
     def export_handle(self) -> Handle:
         """Return the handle with which readers attach. It can be pickled; ``to_json`` returns JSON text."""

@@ -151,7 +151,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, tag="aioshm"):
         try:
             return _decoder.decode(text)
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
-            raise HandleError(f"not a handle: {error}") from None
+            raise HandleError(f"not a handle: {error}; {_NEEDED}") from None
 
     def check_version(self) -> None:
         """Raise `HandleError` for a handle of another version."""
@@ -187,6 +187,8 @@ def refuse_to_pickle(queue: object, *, writes: bool) -> NoReturn:
     )
 
 
+_NEEDED = "pass the writer's export_handle(), or its to_json(); for the name of a queue call MessageQueue.attach(name)"
+
 # Created once: msgspec 0.22 has crashed when several threads created the first decoder of a type at the same time.
 _decoder = msgspec.json.Decoder(Handle)
 
@@ -196,5 +198,5 @@ def as_handle(handle: Handle | str | bytes) -> Handle:
     if isinstance(handle, (str, bytes)):
         return Handle.from_json(handle)
     if not isinstance(handle, Handle):
-        raise HandleError(f"not a handle: {type(handle).__name__}")
+        raise HandleError(f"not a handle: {type(handle).__name__}; {_NEEDED}")
     return handle

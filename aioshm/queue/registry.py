@@ -245,7 +245,9 @@ class ReaderRegistry:
                 if slot.is_vacant(transport):
                     return slot
             who = ", ".join(f"rank {slot.rank}{slot.why_taken(transport)}" for slot in slots)
-            raise NoPlaceVacant(f"no place is vacant: {who or 'the queue has none'}")
+            raise NoPlaceVacant(
+                f"no place is vacant: {who or 'the queue has none'}; see Options(max_readers=) of the writer"
+            )
         for slot in slots:
             if slot.rank == rank:
                 if why := slot.why_taken(transport):

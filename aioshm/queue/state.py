@@ -68,11 +68,13 @@ class CallLock:
         self._waiting.append(acquired)
         try:
             await settle(acquired, deadline=deadline, cancel=cancel)
-        except BaseException:
+        except BaseException as error:
             if acquired.done():
                 self._hand_over()  # this call was next just now
             else:
                 self._waiting.remove(acquired)
+            if isinstance(error, TimeoutError):
+                raise TimeoutError("another task was first with a call of this end, which still waits") from None
             raise
 
     def acquire_free(self) -> None:
@@ -390,7 +392,9 @@ class EndState:
 
     def forbid(self) -> None:
         """Make every call in a forked child raise. Wakes no call: the loop belongs to the parent."""
-        self.refusal = lambda: RoleError(f"{self!r} belongs to the process that this one was forked from")
+        self.refusal = lambda: RoleError(
+            f"{self!r} belongs to the process that this one was forked from: create an end here, from the handle"
+        )
         self.core.open = False
 
     def refuse_closed(self) -> None:

@@ -23,7 +23,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from aioshm import MessageQueue
+from aioshm import MessageQueue, Options
 from aioshm.cli import tables
 from aioshm.cli.app import run
 from aioshm.cli.inspection import KEYS, ordered
@@ -46,7 +46,7 @@ def a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def queue() -> AsyncIterator[None]:
     """Open a queue with one message, unread by reader 1."""
-    async with MessageQueue(2, 2, codec="msgpack", name=NAME) as writer:
+    async with MessageQueue(2, 2, codec="msgpack", name=NAME, options=Options(max_readers=5)) as writer:
         async with MessageQueue.attach(NAME, 0) as one, MessageQueue.attach(NAME, 1):
             await writer.wait_until_ready()
             await writer.enqueue("the only one")
@@ -102,11 +102,12 @@ class TestInspect:
     def test_table(self, call: Call) -> None:
         code, out, _ = call("inspect", NAME, "--interval", "0")
         assert code == 0
-        for part in ("msgpack", "4,096 slots of 1.0 KiB", "10 of 24.0 MiB", "0 segments", "1 messages", "remote"):
+        for part in ("msgpack", "4,096 slots of 1.0 KiB", "10 of 24.0 MiB", "0 segments", "1 messages", "open in"):
             assert part in out
         assert re.search(rf"writer +{os.getpid()} +\w+", out)
         assert re.search(rf"reader 0 +{os.getpid()} +\w+ +0 +0/s +1 +[\d.]+ \w+ +[\d.]+ \w+", out)
         assert re.search(rf"reader 1 +{os.getpid()} +\w+ +1 +0/s +0 +- +-", out)
+        assert re.search(r"reader 2-4 +- +absent", out)
 
     def test_json(self, call: Call) -> None:
         code, out, _ = call("inspect", NAME, "--json", "--interval", "0")
@@ -119,7 +120,7 @@ class TestInspect:
         }  # fmt: skip
         assert (one["codec"], one["writer"]["lag"], one["header"]["slots"]) == ("msgpack", 1, 4096)
         assert one["bytes_per_s"] >= 0
-        assert [each["rank"] for each in one["readers"]] == [0, 1]
+        assert [each["rank"] for each in one["readers"]] == [0, 1, 2, 3, 4]
         assert sum(one["header"]["readers"][0]["latency"]["counts"]) == 1
         assert set(one["readers"][0]) >= {"rank", "pid", "state", "lag", "messages_per_s", "cpu_share"}
 

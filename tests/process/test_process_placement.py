@@ -175,4 +175,4 @@ def test_nodes_and_sockets_are_read_from_sysfs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["none", "0", "0-3,8", "1,3,5-6"])
 def test_lists_of_cpus_are_shown_as_they_are_read(text: str) -> None:
-    assert placement.show_cpus(placement.parse_cpus(text.replace("none", "\n"))) == text
+    assert placement.show_ranges(placement.parse_cpus(text.replace("none", "\n"))) == text

@@ -274,7 +274,10 @@ def check_rank(handle: Handle, rank: int) -> None:
     ranks = set(handle.local_reader_ranks)
     if handle.remote is not None:
         ranks.update(handle.remote.ranks)
-    raise ValueError(f"rank must be one of {tuple(sorted(ranks))}, not {rank}")
+    raise ValueError(
+        f"rank must be one of {tuple(sorted(ranks))}, not {rank}; the writer's n_reader and Options(max_readers=) "
+        "say how many there are"
+    )
 
 
 def _codec_for(handle: Handle, codec: str | Codec | None, message: Any) -> Codec:

@@ -137,7 +137,7 @@ async def test_hung_engine_that_survives_sigkill_fails_its_requests_and_is_repla
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with supervised(restart=HANG) as supervisor:
-        monkeypatch.setattr("aioshm.process.child.KILLED_S", 0.1)
+        monkeypatch.setattr("aioshm.process.child.GONE_WITHIN_S", 0.1)
         monkeypatch.setattr("aioshm.process.child.ABORT_WITHIN_S", 0.05)
         monkeypatch.setattr("aioshm.process.child._Popen.send", lambda *_: True)  # as in an uninterruptible sleep
         victim = pids(supervisor)[0]

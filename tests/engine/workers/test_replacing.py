@@ -227,7 +227,7 @@ async def test_worker_that_survives_sigkill_fails_its_calls_and_is_replaced_afte
     async with group_of(1) as group:
         pid = group.pids[0]
         monkeypatch.setattr("aioshm.engine.workers.session.CODE_WITHIN_S", 0.05)
-        monkeypatch.setattr("aioshm.process.child.KILLED_S", 0.1)
+        monkeypatch.setattr("aioshm.process.child.GONE_WITHIN_S", 0.1)
         monkeypatch.setattr("aioshm.process.child.ABORT_WITHIN_S", 0.05)
         monkeypatch.setattr("aioshm.process.child._Popen.send", lambda *_: True)  # as in an uninterruptible sleep
         call = asyncio.create_task(group.call(0, "say_and_block", str(begun)))
