@@ -1,4 +1,4 @@
-"""Processes are asked to end, all within one deadline, and nothing of their trees is left."""
+"""Processes are asked to end, all within one deadline, and nothing of them is left; SIGTERM as the end of a task."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import engine_targets as targets
 import psutil
 import pytest
+import pytest_asyncio
 from managed import gone
-from support import eventually
+from support import eventually, until
 
 from aioshm.engine import ashutdown, shutdown
 from aioshm.process import stopping
 from aioshm.process.child import Child
-from aioshm.process.manager import StderrRelay
+from aioshm.process.manager import Job, ProcessManager, StderrRelay
+from aioshm.process.stopping import TERMINATED, Termination
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -181,3 +184,97 @@ async def test_cancelled_shutdown_kills_immediately(start: Started) -> None:
     assert time.monotonic() - began < 5  # instead of 60
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
     assert gone(other)
+
+
+def is_default() -> bool:
+    return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest_asyncio.fixture
+async def termination() -> AsyncIterator[Termination]:
+    """Give the termination of the test's task."""
+    assert is_default()
+    made = Termination()
+    yield made
+    made.disarm()
+    assert is_default()
+
+
+def armed(termination: Termination) -> None:
+    """Let SIGTERM cancel the calling task."""
+    termination._task = asyncio.current_task()
+    termination.arm()
+
+
+async def test_task_that_blocks_the_loop_is_interrupted_once_by_sigterm(termination: Termination) -> None:
+    armed(termination)
+    termination.interrupts = True
+    with pytest.raises(SystemExit) as caught:
+        signal.raise_signal(signal.SIGTERM)
+    assert caught.value.code == TERMINATED
+    termination.interrupts = False
+    signal.raise_signal(signal.SIGTERM)
+    await asyncio.sleep(0.01)  # no cancellation comes behind either
+    assert termination.take_back()
+
+
+async def test_sigterm_that_is_ignored_leaves_the_next_one_to_the_system(termination: Termination) -> None:
+    armed(termination)
+    termination.interrupts = True
+    termination.ignored = True
+    signal.raise_signal(signal.SIGTERM)
+    await until(is_default)
+    assert not termination.came
+
+
+@pytest.mark.one_loop
+async def test_handler_of_the_program_is_left_alone(termination: Termination) -> None:
+    def handler(*_: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        armed(termination)
+        assert signal.getsignal(signal.SIGTERM) is handler
+        termination.disarm()
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+async def test_forked_child_is_ended_by_sigterm_and_its_parent_is_not(termination: Termination) -> None:
+    armed(termination)
+    termination.interrupts = True
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(writer, b"!")  # a signal that came before would be lost, as with any handler of Python's
+        time.sleep(20)
+        os._exit(0)
+    os.read(reader, 1)
+    os.close(reader)
+    os.close(writer)
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+    await asyncio.sleep(0.01)
+    assert not termination.came
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@pytest.mark.slow_on_uvloop
+async def test_processes_that_are_discarded_leave_nothing() -> None:
+    async with ProcessManager(say, [Job("first", ("hello",))]) as manager:
+        process = manager.start_more(Job("standby_0", ("here",)))
+        await until(lambda: process.exitcode is not None and manager.last_lines(process.name) == ["here"])
+        manager.discard(process)
+        with pytest.raises(ValueError, match="name must be the name of a process"):
+            manager.last_lines(process.name)
+        assert [*manager._jobs] == ["first"]
+        assert manager._relay is not None
+        assert [*manager._relay._named] == ["first"]
+        child = manager.start_more(Job("standby_0", ("again",)))
+        await manager.stop(child.name)
+        assert [*manager._jobs] == ["first"]

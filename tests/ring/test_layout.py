@@ -1,3 +1,5 @@
+"""The layout of a ring, in Python and in the header of the C code."""
+
 from __future__ import annotations
 
 from itertools import pairwise
@@ -6,6 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from aioshm.codec import frames
+from aioshm.ring import layout
 from aioshm.ring import layout as at
 from aioshm.ring.layout import (
     CHUNK_HEADER_BYTES,
@@ -17,6 +21,7 @@ from aioshm.ring.layout import (
     chunk_at,
     pool_for,
 )
+from tools import layout_header
 
 pytestmark = pytest.mark.opens_nothing
 
@@ -123,3 +128,11 @@ class TestPools:
     )
     def test_what_the_empty_ring_holds(self, messages: int, large: list[int], held: bool) -> None:
         assert Layout.of(1, 5000, 3, 8, 15).holds(messages, large) is held
+
+
+def test_layout_header_in_the_tree_has_the_constants_of_the_python_code() -> None:
+    assert layout_header.HEADER.read_text() == layout_header.text(), "run python -m tools.layout_header"
+
+
+def test_kind_of_overflowing_messages_is_that_of_the_frames() -> None:
+    assert layout.OVERFLOW_KIND == frames.OVERFLOW

@@ -1,4 +1,4 @@
-"""Calls of all workers, of one worker by rank, or of an idle worker."""
+"""Calls of all workers, of one worker by rank, or of an idle worker; and their messages."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from support import until
 
 from aioshm import CodecError, MessageTooLarge, Options, WorkerError
 from aioshm.engine import RankInfo, WorkerGroup
+from aioshm.engine.workers.worker import RESULT, MessageCodec, Undecodable
 from aioshm.process.proc import process_state
 
 pytestmark = pytest.mark.slow_on_uvloop
@@ -377,3 +378,19 @@ class TestAny:
                 assert await group.call_any("pid") == group.pids[0]
             go.touch()
             assert await group.collective_rpc("add", (1,)) == [1, 2]
+
+
+@pytest.mark.parametrize("beside", [None, np.zeros(100_000)], ids=["small", "with a buffer"])
+@pytest.mark.parametrize("number", [1, 300, 1 << 20, 1 << 40])
+def test_message_with_an_undecodable_value_names_its_call(number: int, beside: Any) -> None:
+    codec = MessageCodec()
+    encoded = codec.encode((RESULT, number, 2 * number, [beside, targets.FaultyAt("driver")]))
+    if isinstance(encoded, bytes):
+        message = codec.loads(encoded)
+    else:
+        parts, buffers = encoded
+        message = codec.decode(b"".join(bytes(part) for part in parts), buffers)
+    kind, call, _, value = message
+    assert (kind, call) == (RESULT, number)
+    assert isinstance(value, Undecodable)
+    assert "not in the driver" in str(value.error)
