@@ -22,6 +22,7 @@ from aioshm.events.publish.replay_server import ReplayServer
 from aioshm.events.publish.sockets import PublisherSockets
 from aioshm.logs import LogLimiter
 from aioshm.process.limits import detach_when_forked
+from aioshm.zeromq.sockets import send_message
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 
@@ -31,8 +32,6 @@ _SLICE_S = 0.001
 _LISTEN_S = 0.01
 # How often `aclose` polls whether ZeroMQ has delivered everything.
 _POLL_S = 0.005
-
-_MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 
 class PublisherCore:
@@ -138,11 +137,8 @@ class PublisherCore:
         if self._server is not None:
             self._server.buffer.append(seq, payload)
         self.outbox.last_sent = seq
-        send = self.sockets.pub.send
         try:
-            send(self._topic, _MORE)
-            send(pack_seq(seq), _MORE)
-            send(payload, zmq.NOBLOCK)
+            send_message(self.sockets.pub, (self._topic, pack_seq(seq), payload))
         except zmq.ZMQError as error:  # another part of the program has terminated the context
             self._stats.dropped += 1
             self._complain("publisher %s: batch %d cannot be sent: %s", seq, error)

@@ -23,6 +23,7 @@ from aioshm.events.protocol import wire
 from aioshm.events.protocol.outbox import Entry, PublisherStats, ReplayBuffer
 from aioshm.logs import LogLimiter
 from aioshm.zeromq.pump import Pump, drain, receive_frames
+from aioshm.zeromq.sockets import send_message
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 
@@ -30,7 +31,6 @@ MAX_CLIENTS = 64
 STALLED_S = 30.0
 _MAX_FRAMES = 4  # a request has three, with the client's identity
 
-_MORE = zmq.NOBLOCK | zmq.SNDMORE
 _SLICE_S = 0.0001
 _REQUESTS_AT_A_TIME = 4
 _BATCHES_AT_A_TIME = 8
@@ -145,17 +145,13 @@ class ReplayServer:
 
     def _serve(self, client: _Client) -> bool:
         """Send a few batches, and queue the client again unless its answer is over; True unless it has no room."""
-        send = self._socket.send
         for count in range(_BATCHES_AT_A_TIME):
             if client.entries:
-                *first, last = wire.reply(self._topic, *client.entries[0], self._form)
+                frames = wire.reply(self._topic, *client.entries[0], self._form)
             else:
-                *first, last = wire.end_reply(self._form)
+                frames = wire.end_reply(self._form)
             try:
-                send(client.identity, _MORE)
-                for frame in first:  # ZeroMQ has room for all frames, or for none
-                    send(frame, _MORE)
-                send(last, zmq.NOBLOCK)
+                send_message(self._socket, [client.identity, *frames])  # ZeroMQ has room for all frames, or for none
             except zmq.Again:
                 return self._give_up(client) or count > 0
             except zmq.ZMQError as error:  # EHOSTUNREACH: the client is gone

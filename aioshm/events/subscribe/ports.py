@@ -22,7 +22,7 @@ from aioshm.zeromq.endpoint import BOUND_SUBSCRIBER_SILENCE_S, BoundFile, attach
 from aioshm.zeromq.hosts import is_loopback
 from aioshm.zeromq.monitor import ENDED, Monitor
 from aioshm.zeromq.pump import Pump, receive_frames
-from aioshm.zeromq.sockets import Context, Socket
+from aioshm.zeromq.sockets import Context, Socket, send_message
 
 logger: logging.Logger = logging.getLogger("aioshm.events")
 
@@ -256,7 +256,7 @@ class ReplayPort:
             self._shortage = str(error.strerror)
             return
         self._shortage = ""
-        dealer.send_multipart(wire.request(start), zmq.NOBLOCK)
+        send_message(dealer, wire.request(start))
         self._pump = Pump(self._loop, dealer, self._work)
         self.restart_timeout()
 
