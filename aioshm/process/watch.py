@@ -16,7 +16,7 @@ from aioshm.closing import Closing
 
 _FIRST_RECHECK_S = 0.001
 _LAST_RECHECK_S = 0.25
-_KILLED_RECHECK_S = 1.0
+_KILLED_RECHECK_S = 1.0  # how often to look for killed processes that are not gone
 _CODE_WITHIN_S = 1.0
 """How long the exit code of an exited process may take; after that, another part of the program has taken the code."""
 _SHOWN_CHARACTERS = 500

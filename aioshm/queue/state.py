@@ -74,7 +74,7 @@ class CallLock:
             else:
                 self._waiting.remove(acquired)
             if isinstance(error, TimeoutError):
-                raise TimeoutError("another task was first with a call of this end, which still waits") from None
+                raise TimeoutError("the call of another task, which was first at this end, still waits") from None
             raise
 
     def acquire_free(self) -> None:

@@ -88,7 +88,7 @@ async def test_ways_out_of_waiting(receive: Callable[..., Any], n_local: int, n_
         waiting = asyncio.ensure_future(receive(reader, cancel=cancel))
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        with pytest.raises(TimeoutError, match="another task was first"):
+        with pytest.raises(TimeoutError, match="the call of another task"):
             await receive(reader, timeout=0.01)
         cancel.set()
         with pytest.raises(QueueCancelled):
