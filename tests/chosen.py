@@ -1,6 +1,6 @@
 """Print the test files that ``make check`` runs: some quick ones, and those of what differs from the last commit.
 
-A test file belongs to a module whose name its own begins with: ``ring/test_buffer_passing.py`` to ``ring/buffer.py``.
+A test file belongs to a module whose name its own begins with: ``ring/test_segment_orphans.py`` to ``ring/segment.py``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ TESTS = Path(__file__).parent
 
 CORE = (
     "test_*.py",
-    "codec/test_[!c]*.py",  # test_codec.py starts an interpreter for each import
-    "ring/test_buffer.py",
+    "codec/test_[!i]*.py",  # test_imports.py starts an interpreter for each import
+    "ring/test_[bw]*.py",
     "ring/test_core_[gms]*.py",
-    "ring/test_window.py",
-    "wait/test_timer.py",
-    "wait/test_poller.py",
-    "wait/test_policy*.py",
+    "wait/test_[pt]*.py",
     "lifeline/test_lifeline.py",
     "queue/**/test_overflow.py",
     "queue/**/test_arguments.py",

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import worker_targets as targets
-from support import until
+from support import forked, until
 
-from aioshm import CodecError, MessageTooLarge, Options, WorkerError
+from aioshm import CodecError, MessageTooLarge, Options, RoleError, WorkerError
 from aioshm.engine import RankInfo, WorkerGroup
 from aioshm.engine.workers.worker import RESULT, MessageCodec, Undecodable
 from aioshm.process.proc import process_state
@@ -394,3 +394,15 @@ def test_message_with_an_undecodable_value_names_its_call(number: int, beside: A
     assert (kind, call) == (RESULT, number)
     assert isinstance(value, Undecodable)
     assert "not in the driver" in str(value.error)
+
+
+async def test_call_in_a_forked_child_is_refused_and_the_group_serves_on() -> None:
+    def is_refused(group: WorkerGroup) -> bool:
+        with pytest.raises(RoleError, match="forked"):
+            group.call(0, "pid").send(None)  # without the loop, which is the parent's
+        return True
+
+    async with group_of() as group:
+        child_is_refused = forked(is_refused, group)
+        assert await group.call(0, "pid") == group.pids[0]
+        assert child_is_refused()

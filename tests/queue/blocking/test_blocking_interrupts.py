@@ -50,10 +50,11 @@ class Interrupter:
         gc.disable()  # others' callbacks of the collector, such as hypothesis's, are not to be interrupted
         sys.setprofile(self._count)
 
-    def disarm(self) -> None:
-        """Count no more."""
+    def disarm(self) -> bool:
+        """Count no more; return whether the signal has come."""
         sys.setprofile(None)
         gc.enable()
+        return self.came
 
     def _count(self, _frame: object, event: str, _arg: object) -> None:
         if event not in ("call", "c_return"):
@@ -67,7 +68,6 @@ class Interrupter:
 @contextmanager
 def interrupter() -> Iterator[Interrupter]:
     """Give an interrupter to the block, in which handlers raise that error."""
-
     interrupter = Interrupter()
 
     def handle(*_: object) -> None:
@@ -113,8 +113,7 @@ def test_block_that_reads_and_is_interrupted_at_any_place_loses_nothing(how: str
             except _Interrupted:
                 pass
             interrupt.raising = False
-            interrupt.disarm()
-            came = interrupt.came
+            came = interrupt.disarm()
             view = None
             if got is not None:
                 assert got == received % 256, f"interrupted at place {place}"
@@ -143,8 +142,7 @@ def test_block_that_writes_and_is_interrupted_at_any_place_sends_all_or_nothing(
             except _Interrupted:
                 pass
             interrupt.raising = False
-            interrupt.disarm()
-            came = interrupt.came
+            came = interrupt.disarm()
             chunk = None
             with writer.acquire_write(20) as chunk:
                 chunk[0] = 2
@@ -203,7 +201,6 @@ def test_end_that_a_handler_closes_is_closed_wherever_the_next_handler_raises() 
             except _Interrupted:
                 pass
             interrupt.raising = False
-            interrupt.disarm()
-            came = interrupt.came
+            came = interrupt.disarm()
             eventually(lambda held=reader.held: held.closed, f"the end that was interrupted at place {place}")
     assert place > 10
