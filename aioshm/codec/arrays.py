@@ -54,7 +54,7 @@ def reduce_array(array: Array) -> str | tuple[Any, ...]:
 
 
 def describe(array: Array) -> tuple[ArrayHead, memoryview]:
-    """Return an array's head and elements; `TypeError`: objects, fields, or no size."""
+    """Return an array's head and elements; `TypeError`: the elements are objects, have fields, or have no size."""
     dtype = array.dtype
     if dtype.fields is not None or not _PLAIN_DTYPE.fullmatch(dtype.str) or not dtype.itemsize:
         raise TypeError(f"arrays of dtype {dtype} cannot be encoded")

@@ -84,7 +84,7 @@ def body_bytes(main_bytes: int, buffer_bytes: Sequence[int]) -> int:
 def write_body(
     target: memoryview, parts: Sequence[bytes | memoryview], buffers: Sequence[bytes | bytearray | memoryview]
 ) -> int:
-    """Write a message's main part and buffers into memory; return the size of the main part."""
+    """Write an encoded object, in parts, and its buffers into memory; return the size of all parts together."""
     main = 0
     if buffers:
         sizes = [len(buffer) for buffer in buffers]

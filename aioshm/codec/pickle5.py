@@ -87,7 +87,7 @@ _dispatch_table = _DispatchTable()
 
 
 def _load_reducers() -> int:
-    """Load the reducers; return how many modules are loaded, -1 while NumPy or torch is."""
+    """Load the reducers; return the size of `sys.modules`, or -1 while NumPy or torch is being imported."""
     # Read both first: another thread may be importing, and the next call must notice later imports.
     loaded = len(_modules)
     half_imported = any(_modules.get(name) is not None and not is_loaded(name) for name in ("numpy", "torch"))

@@ -50,7 +50,7 @@ class Transport(Protocol):
         """Stop waiting for the slot's reader, as if it had read everything."""
 
     def evict(self, slot: ReaderSlot, reader: Any, *, dismissed: bool) -> None:
-        """Stop waiting for the slot's reader, and notify the reader, which is still attached."""
+        """Stop waiting for the slot's reader, and notify it: it was too slow, or ``dismissed`` by the program."""
 
 
 @dataclass(slots=True, eq=False)

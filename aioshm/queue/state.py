@@ -255,7 +255,7 @@ class EndState:
         core.budget_ends_ns = (now_ns or monotonic_ns()) + YIELD_AFTER_NS
 
     def count_turn(self) -> None:
-        """Count a message that did not pass the core."""
+        """Count a message that passed outside of the core towards the end's turn on the loop."""
         core = self.core
         core.budget -= 1
         if monotonic_ns() >= core.budget_ends_ns:

@@ -76,7 +76,7 @@ class Leftovers:
         self._processes = _descendants().keys()
 
     def find(self) -> list[str]:
-        """Describe the leftovers. Does not wait."""
+        """Describe each added process, segment and socket that exists now. Does not wait."""
         found = sorted(_resources() - self._resources)
         added = sorted(item for item in _descendants().items() if item[0] not in self._processes)
         return found + [f"process {pid} ({command})" for pid, command in added]

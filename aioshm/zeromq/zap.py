@@ -89,7 +89,7 @@ class ZapAuthenticator:
             self._socket.close(linger=0)  # the end of the context waits for it
 
     def _answer(self, request: _Request) -> bool:
-        """Answer a request; return False to wait for the key."""
+        """Answer a request; return False, without an answer, while an unknown key may still become known."""
         if self._closed:
             return True
         status = _ADMITTED

@@ -154,7 +154,7 @@ class Engines:
         return next((engine for engine in self if engine.name == name), None)
 
     def at(self, connection: int) -> Engine | None:
-        """Return the engine at a connection."""
+        """Return the engine with a connection; the numbers are those of `Engine.connection`."""
         return next((engine for engine in self if engine.connection == connection), None)
 
     def read_registration(self, name: bytes, frames: Sequence[bytes]) -> tuple[Engine, dict[str, Any]]:

@@ -159,7 +159,7 @@ class Liveness:
         self.report(EngineDead(f"{name} {cause}", engine=engine.rank, pid=engine.pid))
 
     def report(self, error: EngineDead) -> None:
-        """Report a death now."""
+        """Report the death of an engine to the client, without waiting for its exit or connection to end."""
         if self._stopped:
             return
         self._forget_nameless()

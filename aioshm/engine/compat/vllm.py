@@ -225,7 +225,7 @@ class MessageQueue:
     def dequeue(
         self, timeout: float | None = None, indefinite: bool = False, *, cancel: threading.Event | None = None
     ) -> Any:
-        """Receive the next message; ``cancel`` ends the wait once set, as in earlier versions of vLLM.
+        """Receive the next message; ``indefinite``: warn never; ``cancel``, of earlier versions of vLLM, ends the wait.
 
         Raises:
             TimeoutError: Nothing arrived in time.

@@ -19,7 +19,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class EngineCoreActor:
-    """The actor on a node."""
+    """Ray's actor: the process on a node that runs one engine."""
 
     def where(self) -> tuple[str, int]:
         """Return the address of the node, and the process id."""

@@ -91,7 +91,7 @@ class Node:
 
 
 def require_ray() -> Any:
-    """Return the ``ray`` package."""
+    """Return the ``ray`` package, or raise an ImportError that names the extra."""
     try:
         return importlib.import_module("ray")
     except ModuleNotFoundError as error:

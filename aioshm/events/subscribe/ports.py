@@ -232,7 +232,7 @@ class ReplayPort:
 
     @property
     def is_asked(self) -> bool:
-        """Whether an answer is in progress."""
+        """Whether a request was sent, and its answer is not complete."""
         return self._dealer is not None
 
     def restart_timeout(self) -> None:

@@ -409,6 +409,14 @@ class BlockingEnd:
         """Close the end from any thread: now, or when the call or block that uses the end is over."""
         if self.closed or (self._loop is not None and self._loop.elsewhere):
             return
+        try:
+            self._close()
+        except QueueClosed:
+            if not self.loop().ended:
+                raise
+            self.state.discard()  # Python exits: the calls that the loop ran have ended with it
+
+    def _close(self) -> None:
         me = get_ident()
         mine = self.lock
         state = self.state

@@ -357,7 +357,7 @@ class Writer(Closable):
     def _report_missing(self, waited_s: float) -> None:
         waited = seconds(waited_s)
         missing = ", ".join(self.registry.missing())
-        hint = "a reader attaches when its first call is awaited, or with `async with`"
+        hint = "a reader attaches by its first call, or when its `async with` or `with` begins"
         logger.warning("%r: waited %s for readers to attach: %s (%s)", self.state, waited, missing, hint)
 
     def stats(self) -> QueueStats:

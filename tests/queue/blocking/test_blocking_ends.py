@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -124,6 +126,22 @@ def test_closing() -> None:
     writer.close()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+CLOSES_AT_EXIT = """
+import atexit, threading
+ends = []
+atexit.register(lambda: [end.close() for end in ends])  # runs after what aioshm registers
+from aioshm.blocking import MessageQueue
+ends += [writer := MessageQueue(1), reader := MessageQueue.create_from_handle(writer.export_handle(), 0)]
+threading.Thread(target=writer.wait_until_ready).start()
+reader.wait_until_ready()
+"""
+
+
+def test_closing_after_the_background_loop_has_ended() -> None:
+    done = subprocess.run([sys.executable, "-c", CLOSES_AT_EXIT], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("side", ["writer", "reader"])
