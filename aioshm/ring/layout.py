@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAGIC = b"aioshm\r\n"  # CR LF: a transfer that mangles line ends shows at once, as in PNG's signature
-VERSION = 14  # of this, and of what passes over lifelines and between a writer and its remote readers
+VERSION = 15  # of this, and of what passes over lifelines and between a writer and its remote readers
 LINE = 64
 PAGE = resource.getpagesize()  # bytes; protection and mappings are set by the page
 SLOT_HEADER_BYTES = 64

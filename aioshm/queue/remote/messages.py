@@ -82,12 +82,10 @@ class Assembly:
     """Joins the parts of a message, which arrive in order; a new connection begins an incomplete message again.
 
     Raises:
-        WireError: The message is larger than ``max_bytes``.
         SharedMemoryError: There is no memory for the message.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
         self._memory: MessageMemory | None = None
         self._seq = 0
         self._filled = 0
@@ -98,8 +96,6 @@ class Assembly:
             self.clear()
             if len(part.body) == part.total:
                 return part
-            if part.total > self._max_bytes:
-                raise wire.WireError(f"a message of {part.total} bytes, more than {self._max_bytes}")
             self._memory = memory_of(part.seq, part.total)
             self._seq = part.seq
         memory = self._memory

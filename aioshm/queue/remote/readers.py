@@ -95,9 +95,10 @@ class RemoteReaders:
         self._token = token
         self._identity = identity
         self._patience = options.stall_warning_s
+        self._bounds = options.remote_window, options.remote_window_bytes
         self.topic: bytes = secrets.token_bytes(wire.SECRET_BYTES)
         self.sockets: WriterSockets = WriterSockets(ip, self.topic, options, len(ranks), identity)
-        self.window: SendWindow = SendWindow(options.remote_window, options.remote_window_bytes, options.remote_history)
+        self.window: SendWindow = SendWindow(*self._bounds, options.remote_history)
         self.resent: int = 0  # messages sent again
         self._head_bytes = wire.HEAD_BYTES + TRACE_BYTES * options.trace_context
         self.attached: dict[bytes, RemoteReader] = {}  # by identity
@@ -335,7 +336,7 @@ class RemoteReaders:
 
     def _welcome(self, reader: RemoteReader, hello: wire.Hello) -> None:
         """Answer a greeting with everything that the reader may not have received."""
-        welcome = wire.Welcome(os.getpid(), platform.node(), reader.rank, reader.first, self.topic)
+        welcome = wire.Welcome(os.getpid(), platform.node(), reader.rank, reader.first, self.topic, *self._bounds)
         self.sockets.send(reader.identity, welcome)
         if hello.proven:
             self.registry.proven(reader.slot)

@@ -91,12 +91,9 @@ class NetworkSource(Source):
         self._hello = wire.Hello(
             VERSION, handle.queue_id, handle.token, rank, os.getpid(), platform.node(), False, slow, history=history
         )
-        options = handle.options  # the writer's, not the reader's own
-        self.window: ReceiveWindow = ReceiveWindow(
-            options.remote_window, options.remote_window_bytes, skips=slow == "skip"
-        )
-        self._assembly = Assembly(max(options.max_message_bytes, handle.max_chunk_bytes))
-        self._decoder = Decoder(codec, traced=options.trace_context)
+        self.window: ReceiveWindow = ReceiveWindow(0, 0, skips=slow == "skip")  # the welcome has the bounds
+        self._assembly = Assembly()
+        self._decoder = Decoder(codec, traced=handle.options.trace_context)
         self.sockets: ReaderSockets | None = None
         # The writer's introduction; None: not admitted yet.
         self.welcome: wire.Welcome | None = None
@@ -240,6 +237,8 @@ class NetworkSource(Source):
         self.welcome = welcome
         self._admitted = monotonic()
         self._hello = msgspec.structs.replace(self._hello, rank=welcome.rank, topic=welcome.topic)
+        self.window.max_messages = welcome.window
+        self.window.max_bytes = welcome.window_bytes
         self.window.begin(welcome.first)
         self._state.rates.begin(monotonic(), welcome.first)
         self.sockets.subscribe([wire.address(welcome.topic), wire.address(welcome.topic, welcome.rank)])

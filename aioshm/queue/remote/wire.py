@@ -38,7 +38,7 @@ from aioshm.ring.layout import TRACE_BYTES
 SECRET_BYTES = 16
 EVERYONE = 2**32 - 1
 MAX_RANK = EVERYONE - 1
-MAX_SEQ = 2**62  # an upper bound that leaves room for arithmetic
+MAX_SEQ = 2**62  # an upper bound, also of sizes, that leaves room for arithmetic
 
 MARK = 16
 """The kind of a message without a body that opens a subscription; its number is the number of the next message."""
@@ -122,7 +122,7 @@ def parse_data(head: memoryview, body: memoryview | None) -> Data:
         total = len(body)
     elif len(head) == end + _PLACE.size:
         offset, total = _PLACE.unpack_from(head, end)
-        if not 0 < len(body) <= total - offset:
+        if not 0 < len(body) <= total - offset or total > MAX_SEQ:
             raise WireError(f"a part of {len(body)} bytes at {offset} of {total}")
     else:
         raise WireError(f"a first frame of {len(head)} bytes")
@@ -203,6 +203,8 @@ class Welcome(Control):
     rank: _Rank
     first: Annotated[int, Meta(ge=0, le=MAX_SEQ)]  # number of the reader's first message
     topic: _Topic
+    window: _Count  # the writer's `Options.remote_window`: a handle may have those of an earlier writer
+    window_bytes: _Count
 
 
 class Wait(Control):

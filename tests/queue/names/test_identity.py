@@ -135,6 +135,15 @@ async def test_a_reader_goes_on_with_the_next_writer(identity: Path, secure: boo
         assert (reader.stats().restarts, reader.stats().messages, len(topics)) == (2, 30, 3)
 
 
+async def test_next_writer_may_have_a_wider_window_and_larger_messages(identity: Path) -> None:
+    async with reading(made(identity, remote_window=2, max_message_bytes=1000)) as reader:
+        async with new_writer(identity, options=Options(remote_window=50)) as writer:
+            await asyncio.gather(reader.wait_until_ready(20), writer.wait_until_ready(20))
+            messages = [*range(20), bytes(5_000_000)]
+            await writer.enqueue_many(messages, 20)
+            assert [await reader.dequeue(5) for _ in messages] == messages
+
+
 async def test_a_writer_that_is_killed_and_comes_back(identity: Path) -> None:
     reader: MessageQueue | None = None
     handle, before = "", 0

@@ -21,10 +21,8 @@ from support import raising, until
 from aioshm import PeerDied, SharedMemoryError
 from aioshm.codec.frames import RAW
 from aioshm.queue.remote import messages, wire
-from aioshm.queue.remote.messages import Assembly, pack
-from aioshm.queue.remote.wire import PART_BYTES
+from aioshm.queue.remote.messages import Assembly
 
-SECRET = bytes(wire.SECRET_BYTES)
 TOGETHER = 16 << 20
 
 
@@ -175,7 +173,7 @@ def test_only_whole_messages_come_of_parts_that_are_cut_off_and_sent_again(
     sent: list[tuple[int, int, int, int]],
 ) -> None:
     """Each message: its number, its parts, the first and the number of parts of it that arrive."""
-    assembly = Assembly(1000)
+    assembly = Assembly()
     for seq, count, first, length in sent:
         content = [bytes([seq, number]) for number in range(count)]
         came = []
@@ -185,13 +183,3 @@ def test_only_whole_messages_come_of_parts_that_are_cut_off_and_sent_again(
                 came.append(bytes(whole.body))
         if first == 0:
             assert came == ([b"".join(content)] if length >= count else [])
-
-
-def test_message_larger_than_its_writer_may_send_takes_no_memory() -> None:
-    outgoing = pack(RAW, 0, 5, [b"x" * (PART_BYTES + 1)], (), PART_BYTES + 1)
-    frames = wire.parts(wire.address(SECRET) + outgoing.head, outgoing.body)
-    data = [wire.parse_data(memoryview(head), memoryview(body or b"")) for head, body in frames]
-    assembly = Assembly(PART_BYTES)
-    with pytest.raises(wire.WireError, match=f"a message of {PART_BYTES + 1} bytes, more than {PART_BYTES}"):
-        assembly.add(data[0])
-    assert assembly.add(data[1]) is None

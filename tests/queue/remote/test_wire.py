@@ -42,7 +42,9 @@ FROM_READER: dict[type, st.SearchStrategy[Any]] = {
     wire.Leave: st.builds(wire.Leave),
 }
 FROM_WRITER: dict[type, st.SearchStrategy[Any]] = {
-    wire.Welcome: st.builds(wire.Welcome, NUMBERS, TEXTS, RANKS, st.integers(0, wire.MAX_SEQ), TOPICS),
+    wire.Welcome: st.builds(
+        wire.Welcome, NUMBERS, TEXTS, RANKS, st.integers(0, wire.MAX_SEQ), TOPICS, NUMBERS, NUMBERS
+    ),
     wire.Wait: st.builds(wire.Wait, TEXTS),
     wire.Refused: st.builds(wire.Refused, TEXTS, st.booleans(), st.booleans(), st.booleans()),
     wire.Go: st.builds(wire.Go),
@@ -229,7 +231,7 @@ def test_long_body_goes_in_parts_that_say_where_they_belong(size: int) -> None:
     assert b"".join(part.body for part in read) == body
 
 
-@pytest.mark.parametrize(("offset", "total", "body"), [(0, 1, b"12"), (2, 3, b"12"), (5, 3, b""), (1, 3, b"")])
+@pytest.mark.parametrize(("offset", "total", "body"), [(0, 1, b"12"), (2, 3, b"12"), (5, 3, b""), (0, 2**63, b"1")])
 def test_part_beyond_its_message_is_refused(offset: int, total: int, body: bytes) -> None:
     frame = bytes(head(apart=1, main_bytes=total)) + struct.pack("<QQ", offset, total)
     with pytest.raises(WireError, match="a part of"):

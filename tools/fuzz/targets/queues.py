@@ -97,7 +97,7 @@ _FROM_READER = (
     wire.Leave(),
 )
 _FROM_WRITER = (
-    wire.Welcome(1, "host", 0, 5, _SECRET),
+    wire.Welcome(1, "host", 0, 5, _SECRET, 4, 1000),
     wire.Wait("soon"),
     wire.Refused("no", full=True),
     wire.Refused("no"),
