@@ -141,14 +141,6 @@ class ReaderSockets:
         self._sockets = Sockets("a remote reader", count=6, connections=2)
         loop = asyncio.get_running_loop()
         try:
-            self._data = DataSubscriber(
-                self._sockets,
-                remote.data,
-                source.receive_data,
-                curve=remote.keys,
-                silence_s=options.remote_timeout,
-                max_frame_bytes=wire.MAX_FRAME_BYTES,
-            )
             self._dealer = _control_socket(
                 self._sockets,
                 zmq.DEALER,
@@ -161,6 +153,15 @@ class ReaderSockets:
             self._sockets.add(self.control_connection.pair)
             self._dealer.setsockopt(zmq.ROUTING_ID, b"\x01" + secrets.token_bytes(15))
             attach(self._dealer, remote.control, bind=False)
+            # Last: the loop watches its descriptor, and would watch a closed one after an error.
+            self._data = DataSubscriber(
+                self._sockets,
+                remote.data,
+                source.receive_data,
+                curve=remote.keys,
+                silence_s=options.remote_timeout,
+                max_frame_bytes=wire.MAX_FRAME_BYTES,
+            )
         except BaseException:
             self._sockets.close()
             raise

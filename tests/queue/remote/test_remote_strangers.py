@@ -9,6 +9,7 @@ import os
 import random
 import socket
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,25 @@ async def test_without_encryption_a_stranger_gets_nothing_and_changes_nothing(
             context.destroy(linger=0)
         assert writer.stats().readers == 1
     assert len(caplog.records) <= 2  # rate-limited
+
+
+async def test_damaged_address_leaves_no_closed_descriptor_watched() -> None:
+    loop = asyncio.get_running_loop()
+    async with MessageQueue(1, 0, connect_ip="127.0.0.1") as writer:
+        damaged = altered(writer.export_handle(), control="tcp://nonsense")
+        async with MessageQueue.create_from_handle(damaged, 0) as reader:
+            with pytest.raises(HandleError, match="cannot connect to tcp://nonsense"):
+                await reader.wait_until_ready(5)
+        pairs = [socket.socketpair() for _ in range(20)]  # these get the numbers of closed descriptors
+        for pair in pairs:
+            for mine, peer in (pair, pair[::-1]):
+                mine.setblocking(False)
+                receiving = asyncio.ensure_future(loop.sock_recv(mine, 1))
+                await asyncio.sleep(0)
+                peer.send(b"x")
+                assert await asyncio.wait_for(receiving, 5) == b"x"
+        for each in chain(*pairs):
+            each.close()
 
 
 async def test_a_reader_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
