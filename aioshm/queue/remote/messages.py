@@ -14,7 +14,7 @@ import msgspec
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
 from aioshm.codec.base import OwnMemory, own_copy
 from aioshm.codec.frames import HEADER, INLINE, RAW, split_body, write_body
-from aioshm.errors import CodecError, SharedMemoryError
+from aioshm.errors import AioshmError, CodecError, SharedMemoryError
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.window import Outgoing
 from aioshm.queue.tracing import NO_TRACE, is_trace
@@ -130,11 +130,12 @@ class Decoder:
         if data.kind == RAW:
             return bytearray(data.body)
         self._check_codec(data)
-        if data.n_buffers or data.main_bytes > COPY_BYTES:
-            main, buffers = split_body(data.body, data.n_buffers, data.main_bytes)
-            return self._codec.decode(main, buffers)
         try:
+            if data.n_buffers or data.main_bytes > COPY_BYTES:
+                return self._codec.decode(*split_body(data.body, data.n_buffers, data.main_bytes))
             return self._loads(bytes(data.body))
+        except AioshmError:
+            raise
         except Exception as error:
             raise cannot_decode(error, self._codec.name) from error
 
@@ -147,8 +148,12 @@ class Decoder:
         if data.kind == RAW:
             return body
         self._check_codec(data)
-        main, buffers = split_body(body, data.n_buffers, data.main_bytes)
-        return self._view(main, buffers)
+        try:
+            return self._view(*split_body(body, data.n_buffers, data.main_bytes))
+        except AioshmError:
+            raise
+        except Exception as error:
+            raise cannot_decode(error, self._codec.name) from error
 
     def _check_codec(self, data: wire.Data) -> None:
         if data.kind != INLINE or data.codec != self._codec.code:

@@ -17,7 +17,6 @@ from aioshm.codec import Codec
 from aioshm.config import SlowReader
 from aioshm.errors import (
     AioshmError,
-    CodecError,
     HandleError,
     MessagesLost,
     NoPlaceVacant,
@@ -342,7 +341,7 @@ class NetworkSource(Source):
         while len(batch) < most and self._state.core.budget > 0 and self.poll():
             try:
                 batch.append(self._decoder.decode(self._next()))
-            except (CodecError, MessagesLost):  # the next call raises it
+            except Exception:  # the next call raises it
                 break
             self.remove_first()
         return batch

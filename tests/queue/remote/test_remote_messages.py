@@ -18,7 +18,7 @@ from proxy import through_proxies
 from remotes import ready_ends
 from support import raising, until
 
-from aioshm import PeerDied, SharedMemoryError
+from aioshm import CodecError, PeerDied, SharedMemoryError
 from aioshm.codec.frames import RAW
 from aioshm.queue.remote import messages, wire
 from aioshm.queue.remote.messages import Assembly
@@ -96,6 +96,19 @@ async def test_writer_that_dies_amid_a_message_leaves_its_reader_without_the_mes
 # What is received
 
 
+class ShortOnly:
+    """A codec of somebody else's, which fails for long messages."""
+
+    name = "short"
+    code = 77
+    encode = staticmethod(bytes)
+
+    def decode(self, main: Any, buffers: Any) -> bytes:
+        if len(main) > 10:
+            raise ValueError("too long")
+        return bytes(main)
+
+
 NONE_LEFT = raising(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
 
 
@@ -133,6 +146,20 @@ async def test_batch_of_which_a_message_cannot_be_copied_is_not_sent(
         for reader in readers:
             assert await reader.dequeue(20) == "small"
             assert (await reader.dequeue(20) == 1).all()
+
+
+async def test_batch_ends_before_a_message_that_its_codec_cannot_decode() -> None:
+    async with ready_ends(1, 1, codec=ShortOnly(), chunk=1 << 20) as (writer, readers):
+        await writer.enqueue_many([b"first", bytes(20_000), bytes(20_000), b"last"])
+        for reader in readers:
+            await until(lambda end=reader: end.stats().backlog == 4, "all messages")
+            assert await reader.dequeue_many(9, 20) == [b"first"]
+            with pytest.raises(CodecError, match="cannot decode a short message: ValueError: too long"):
+                await reader.dequeue_many(9, 20)
+            with pytest.raises(CodecError, match="cannot decode a short message: ValueError: too long"):
+                async with reader.lease(20):
+                    pass
+            assert await reader.dequeue_many(9, 20) == [b"last"]
 
 
 @pytest.mark.parametrize("codec", ["pickle", "msgpack"])
