@@ -176,7 +176,7 @@ class FrontEndHandshake:
         if rank not in self.engines:
             raise self._unknown(identity, rank)
         engine = self.engines[rank]
-        if self._restarts and engine.state is CoreEngineState.READY and self._is_taken(engine):
+        if self._restarts and engine.state is CoreEngineState.READY and not engine.local and self.serves(engine.index):
             self._early[engine.index] = frames
             return None
         return self._receive(engine, frames)
@@ -187,9 +187,11 @@ class FrontEndHandshake:
             raise _refused(engine.index, state, f"a message of {len(frames)} payload frames", "one")
         fields, message = self._parse(engine, frames[0])
         self._check_place(engine, message)
-        if message.status == "HELLO" and self._restarts and not self._is_taken(engine):
-            self.forget(engine.index)  # the process of an earlier HELLO is dead, or was replaced
-            state = engine.state
+        if message.status == "HELLO" and self._restarts:
+            replaces = state is CoreEngineState.CONNECTED if engine.local else not self.serves(engine.index)
+            if replaces:  # the process of an earlier HELLO is dead, or has no business here
+                self.forget(engine.index)
+                state = engine.state
         if message.status != _NEXT[state]:
             found = f"{message.status} came"
             hint = ""
@@ -208,25 +210,16 @@ class FrontEndHandshake:
         return None
 
     def allow_restarts(self) -> None:
-        """Keep further messages of ready engines from now on: they may be a replacement's, see `expect`."""
+        """Let HELLO start an unfinished handshake anew, and keep the HELLO of a replacement, see `released`."""
         self._restarts = True
-
-    def expect(self, index: int) -> Sequence[bytes] | None:
-        """Admit the replacement of a dead engine; return its first message, if that has come already."""
-        self.forget(index)
-        return self._early.pop(index, None)
 
     def released(self) -> dict[int, Sequence[bytes]]:
         """Return the kept messages from other hosts for ranks without a serving engine, by rank."""
-        ranks = [rank for rank in self._early if not self._is_taken(self.engines[rank])]
-        return {rank: self._early.pop(rank) for rank in ranks}
-
-    def _is_taken(self, engine: CoreEngine) -> bool:
-        """Whether a replacement waits for `expect`, or for the end of the process that serves."""
-        return engine.local or self.serves(engine.index)
+        return {rank: self._early.pop(rank) for rank in [*self._early] if not self.serves(rank)}
 
     def forget(self, index: int) -> None:
         """Reset an engine to NEW: its sender has left, and another may come."""
+        self._early.pop(index, None)
         self.hello.pop(index, None)
         self.ready.pop(index, None)
         self.engines[index].state = CoreEngineState.NEW
@@ -243,7 +236,7 @@ class FrontEndHandshake:
 
     def remove(self, index: int) -> None:
         """Expect an engine no more."""
-        self.expect(index)
+        self.forget(index)
         del self.engines[index]
 
     def _parse(self, engine: CoreEngine, payload: bytes) -> tuple[dict[str, Any], _FromEngine]:

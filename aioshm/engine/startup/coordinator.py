@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any
 
@@ -292,7 +292,8 @@ class EngineStartupCoordinator(AsyncClosing):
     def stay_open(self, on_ready: Callable[[int], object]) -> EngineStartupCoordinator:
         """Shake hands with restarted engines, until the startup is closed.
 
-        Call `expect` when a local engine has died, and `retry` when front ends have lost an engine of another host.
+        Call `handshake.forget` before a dead local engine is restarted, and `retry` when front ends have lost an engine
+        of another host.
 
         From then on a refused message is logged, and ends nothing; an engine without an answer gives up.
 
@@ -313,19 +314,10 @@ class EngineStartupCoordinator(AsyncClosing):
         self._router.pump.resume()
         return self
 
-    def expect(self, index: int) -> None:
-        """Admit the replacement of a dead local engine. A HELLO that has come already is answered."""
-        early = self.handshake.expect(index)
-        if early is not None:
-            self._answer_early(index, early)
-
     def retry(self) -> None:
         """Answer each HELLO from another host that has waited for the death of the former engine."""
         for index, early in self.handshake.released().items():
-            self._answer_early(index, early)
-
-    def _answer_early(self, index: int, early: Sequence[bytes]) -> None:
-        self.take(self.handshake.engines[index].identity, list(early), f"engine {index}")
+            self.take(self.handshake.engines[index].identity, list(early), f"engine {index}")
 
     def void_keys(self, index: int, incarnation: int) -> None:
         """Refuse the keys of an engine's earlier incarnations."""

@@ -18,7 +18,7 @@ from aioshm.engine.ray.actor import EngineActor
 from aioshm.engine.startup.front_ends import FrontEnds
 from aioshm.engine.startup.launch import CoreEngineLaunch
 from aioshm.errors import EndClosed, EngineDead, copy_error
-from aioshm.process.background import give_back, in_thread
+from aioshm.process.background import completed, give_back, in_thread
 from aioshm.process.child import Child
 from aioshm.process.proc import STOPPED_STATES, process_state
 from aioshm.process.restart import Health, Life, RankInfo, Restart, RestartHistory
@@ -47,7 +47,7 @@ class EngineLife(Life):
         super().__init__(rank, rules.restart, rules.on_change, pid)
         self.unit = unit
         self.history = unit.history
-        self.starting: asyncio.Future[Child | EngineActor] | None = None  # the latest start, perhaps done
+        self.starting: asyncio.Task[Child | EngineActor] | None = None  # the latest start, perhaps done
         unit.lives.append(self)
         self.begin()
 
@@ -61,10 +61,6 @@ class EngineLife(Life):
     def note_health(self, health: Health, where: str) -> None:
         self.health = (health, where)
         super().note_health(health, where)
-
-    def stay(self) -> None:
-        """Go back from "stopping" to the present state of a living process."""
-        self.enter(*self.health)
 
 
 class Unit:
@@ -153,11 +149,13 @@ class EngineRestarts:
         finally:  # also if this is cancelled: the engine is no member any more
             try:
                 if life.starting is not None:
-                    await asyncio.gather(life.starting, return_exceptions=True)
-                with suppress(ValueError):  # the first start has not begun
-                    await self._manager.stop_engine(rank)
+                    await completed(life.starting)
             finally:
-                self._void_keys(rank)
+                try:
+                    with suppress(ValueError):  # the first start has not begun
+                        await self._manager.stop_engine(rank)
+                finally:
+                    self._void_keys(rank)
 
     def ready(self, rank: int) -> None:
         """Note that an engine has said READY."""
@@ -218,7 +216,7 @@ class EngineRestarts:
             rank = engine_of(found)
             if found.name == COORDINATOR:
                 self._spawn(self._bring_back_coordinator(found), "coordinator")
-            elif rank in self.lives:
+            elif rank in self.lives and self.lives[rank].pid == found.pid:  # else it was removed, and added again
                 self._engine_exited(self.lives[rank], found)
 
     def _engine_exited(self, life: EngineLife, found: ProcessExit) -> None:
@@ -296,10 +294,10 @@ class EngineRestarts:
     async def _start(self, life: EngineLife) -> None:
         """Start an engine, and wait until it is ready, or has exited."""
         rank = life.rank
-        self._startup.expect(rank)
+        self._startup.handshake.forget(rank)
         life.begin()
         try:
-            life.starting = asyncio.ensure_future(in_thread(lambda: self._manager.start_engine(rank)))
+            life.starting = asyncio.create_task(in_thread(lambda: self._manager.start_engine(rank)))
             process = await asyncio.shield(life.starting)  # goes on when cancelled: `remove` waits for the process
         except Exception as error:
             life.exited.cancel()
@@ -358,13 +356,15 @@ class EngineRestarts:
     # Failure
 
     def _give_up(self, text: str, life: EngineLife | None) -> None:
+        if self.failure is not None:  # the first one counts
+            return
         logger.error("%s", text)
         self.failure = EngineDead(text)
         if life is not None:
             self.failure = EngineDead(text, engine=life.rank, pid=life.pid)
+        self.failed.set()
         if self._members is not None:
             self._members.give_up(self.failure)
-        self.failed.set()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=f"aioshm-supervises-{name}")

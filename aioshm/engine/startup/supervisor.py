@@ -19,7 +19,7 @@ from aioshm.engine.startup.launch import CoreEngineLaunch, launch_core_engines
 from aioshm.engine.startup.options import EngineLayout
 from aioshm.engine.startup.restarts import EngineLife, EngineRestarts, RestartRules
 from aioshm.engine.stats import EngineSupervisorStats
-from aioshm.errors import EngineDead, RoleError
+from aioshm.errors import EndClosed, EngineDead, RoleError
 from aioshm.process.background import notify_soon
 from aioshm.process.placement import check_placement
 from aioshm.process.restart import RankInfo, Restart
@@ -74,6 +74,7 @@ class EngineSupervisor(AsyncClosing):
         **options: Any,
     ) -> None:
         self._stack: AsyncExitStack | None = None
+        self._opening: asyncio.Task[None] | None = None
         self._closed = False
         self._closing = asyncio.Lock()
         if "wait" in options:
@@ -143,10 +144,20 @@ class EngineSupervisor(AsyncClosing):
 
         Raises:
             EngineStartupError: As from `launch_core_engines`.
-            RoleError: It was open before.
+            QueueClosed: It was closed meanwhile.
+            RoleError: It was opened or closed before.
         """
-        if self._stack is not None or self._closed:
+        if self._opening is not None or self._closed:
             raise RoleError("a supervisor of engines can be entered once")
+        self._opening = asyncio.create_task(self._open_all(), name="aioshm-opens-a-supervisor")  # `aclose` cancels it
+        try:
+            await self._opening
+        except asyncio.CancelledError:
+            if self._closed:
+                raise EndClosed("the supervisor of engines was closed") from None
+            raise
+
+    async def _open_all(self) -> None:
         async with AsyncExitStack() as stack:
             launch = launch_core_engines(self._target, self._count, **self._options)
             self._launch = await stack.enter_async_context(launch)
@@ -184,6 +195,9 @@ class EngineSupervisor(AsyncClosing):
     async def aclose(self) -> None:
         """Stop everything, the client first. Idempotent; finishes also when cancelled."""
         self._closed = True
+        if self._opening is not None and not self._opening.done():
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
         stack = self._stack
         self._stack = None
         async with self._closing:
@@ -273,6 +287,7 @@ class EngineSupervisor(AsyncClosing):
             )
         check_placement(self._launch.engine_manager.placement, range(len(lives), engine_count))
         async with self._scaling:
+            restarts.check()
             while len(lives) > engine_count:
                 await self._remove_engine(restarts, lives[max(lives)], timeout)
             starting = []
@@ -314,10 +329,8 @@ class EngineSupervisor(AsyncClosing):
         try:
             await self._members().remove_engine(life.rank, timeout=timeout)
         except BaseException:
-            if was_alive:
-                life.stay()
-            else:
-                life.enter(before)
+            if life.state == "stopping":  # else it has died, or has become ready
+                life.enter(*(life.health if was_alive else (before,)))
             raise
         self._scale_coordinator()
         await restarts.remove(life.rank)

@@ -156,12 +156,22 @@ async def test_engine_of_another_host_is_admitted_after_its_predecessors(tmp_pat
         assert len(await collected(client.submit(ask("b"), engine=1))) == 3
 
 
-async def test_front_end_that_hangs_holds_up_no_scaling_with_a_timeout() -> None:
-    async with supervised(3) as (supervisor, clients):
+async def test_front_end_that_hangs_holds_up_scaling_until_it_is_cancelled_or_late(tmp_path: Path) -> None:
+    stuck = tmp_path / "stuck"
+    async with supervised(3, kwargs={"stuck": str(stuck)}) as (supervisor, clients):
         members = supervisor.launch.front_ends
         assert members is not None
         with hanging_front_end(supervisor):
             await until(lambda: len(members) == 3)
+            stuck.touch()
+            stop(pids(supervisor)[2])
+            await until(lambda: supervisor.engines[2].state == "starting")
+            going = asyncio.create_task(supervisor.scale(2))
+            await until(lambda: supervisor.engines[2].state == "stopping")
+            stuck.unlink()
+            await until(lambda: supervisor.engines[2].state == "running")
+            await cancelled(going)
+            assert supervisor.engines[2].state == "running"
             await asyncio.wait_for(supervisor.scale(2, timeout=0.01), 20)
             gone = pids(supervisor)[1]
             going = asyncio.create_task(supervisor.scale(1, timeout=0.01))
