@@ -289,7 +289,7 @@ class EngineStartupCoordinator(AsyncClosing):
             cache_config.num_gpu_blocks = (getattr(cache_config, "num_gpu_blocks", None) or 0) + report.num_gpu_blocks
         return report
 
-    def stay_open(self, on_ready: Callable[[int], object]) -> EngineStartupCoordinator:
+    def stay_open(self, on_ready: Callable[[int], object]) -> None:
         """Shake hands with restarted engines, until the startup is closed.
 
         Call `handshake.forget` before a dead local engine is restarted, and `retry` when front ends have lost an engine
@@ -300,9 +300,6 @@ class EngineStartupCoordinator(AsyncClosing):
         Args:
             on_ready: Called on the loop with the rank of an engine that is ready again.
 
-        Returns:
-            The startup.
-
         Raises:
             RoleError: Not all engines were ready, or the startup is closed.
         """
@@ -312,7 +309,6 @@ class EngineStartupCoordinator(AsyncClosing):
         self._reads = True
         self.handshake.allow_restarts()
         self._router.pump.resume()
-        return self
 
     def retry(self) -> None:
         """Answer each HELLO from another host that has waited for the death of the former engine."""

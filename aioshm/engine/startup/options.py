@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from aioshm.arguments import check_int, check_seconds
@@ -174,7 +174,7 @@ class ResolvedLayout:
         if given is not None:
             if num_api_servers not in (0, len(given.inputs)):
                 raise ValueError(f"addresses must be one for each of {num_api_servers} API servers, not {given.inputs}")
-            return given
+            return replace(given, inputs=[*given.inputs], outputs=[*given.outputs])  # a launch writes in its own
         local = self._all_local or self.local_engines_only
         if num_api_servers and not local:
             raise ValueError(

@@ -101,7 +101,8 @@ class EngineRestarts:
         launch.watch_progress(rules.restart, lockstep=rules.lockstep, on_change=self._health_changed)
         if isinstance(self._members, EngineClient):
             self._members.supervise_heartbeats(rules.restart.hang_s, self._late)
-        self._startup = launch.startup.stay_open(self.ready)
+        self._startup = launch.startup
+        self._startup.stay_open(self.ready)
         if isinstance(self._members, FrontEnds):
             self._members.on_loss = self._startup.retry
         self._watch = ProcessWatch(manager=self._manager, on_exit=self._process_exited)

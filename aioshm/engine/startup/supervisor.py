@@ -22,7 +22,7 @@ from aioshm.engine.stats import EngineSupervisorStats
 from aioshm.errors import EndClosed, EngineDead, RoleError
 from aioshm.process.background import notify_soon
 from aioshm.process.placement import check_placement
-from aioshm.process.restart import RankInfo, Restart
+from aioshm.process.restart import RankInfo, Restart, check_restart
 
 
 class EngineSupervisor(AsyncClosing):
@@ -48,7 +48,7 @@ class EngineSupervisor(AsyncClosing):
         target_fn: The target of each engine process.
         engine_count: The number of engines at first.
         restart: When processes are restarted, each by itself.
-        resubmit: See `ClientOptions`.
+        resubmit: See `ClientOptions`; not with API servers, which have the clients.
         lockstep: Whether no engine can continue without all others, such as those of mixtures of experts: then one
             death restarts all engines.
         start_timeout: Seconds that a restarted engine may take until it is ready; then it is killed, which counts as a
@@ -77,6 +77,9 @@ class EngineSupervisor(AsyncClosing):
         self._opening: asyncio.Task[None] | None = None
         self._closed = False
         self._closing = asyncio.Lock()
+        check_restart(restart)
+        if resubmit is not None and options.get("num_api_servers"):
+            raise ValueError("resubmit must be an option of the clients in the API servers, not of their supervisor")
         if "wait" in options:
             raise TypeError("wait is the supervisor's own, and cannot be given")
         client = options.pop("client", None) or ClientOptions()

@@ -69,14 +69,11 @@ class TestServing:
             await anext(waiting)
 
     async def test_wildcard_is_sent_as_an_address_of_the_host(self) -> None:
-        addresses = EngineZmqAddresses(["tcp://*:0"], ["tcp://0.0.0.0:0"])
-        async with launch_core_engines(
-            serve,
-            2,
-            1,
-            wait=False,
-            layout=EngineLayout(host="*", addresses=addresses, handshake_address="tcp://*:0"),
-        ) as launch:
+        given = EngineZmqAddresses(["tcp://*:0"], ["tcp://0.0.0.0:0"])
+        layout = EngineLayout(host="*", addresses=given, handshake_address="tcp://*:0")
+        async with launch_core_engines(serve, 2, 1, wait=False, layout=layout) as launch:
+            assert given == EngineZmqAddresses(["tcp://*:0"], ["tcp://0.0.0.0:0"])  # for the next launch
+            addresses = launch.addresses
             told = [launch.handshake_address, *addresses.inputs, *addresses.outputs]
             told += [addresses.coordinator_input or "", addresses.coordinator_output or ""]
             for address in told:
@@ -102,7 +99,7 @@ class TestServing:
         ) as launch:
             stream = await begun(launch.client, "a")
             with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
-                stranger.connect(addresses.outputs[0])
+                stranger.connect(launch.addresses.outputs[0])
                 stranger.send(b"ENGINE_CORE_DEAD")
                 with pytest.raises(EngineDead, match="has said that it ends"):
                     await anext(stream)
