@@ -119,6 +119,11 @@ class DataSubscriber:
         for topic in topics:
             self._socket.setsockopt(zmq.SUBSCRIBE, topic)
 
+    def close(self) -> None:
+        """Receive nothing more."""
+        self.pump.pause()
+        self._socket.close()
+
     def _hand_out(self, frames: list[zmq.Frame]) -> None:
         if len(frames) == 1:
             self._on_data(frames[0].buffer, None)
@@ -201,6 +206,12 @@ class ReaderSockets:
         """Read some received data, without waiting for the loop."""
         if not self._sockets.closed:
             self._data.pump.run()
+
+    def end_data(self) -> None:
+        """Read the data that was received, and close the socket: no window would bound more of it."""
+        while self._data.pump.work():
+            pass
+        self._data.close()
 
     def look_at_all(self) -> None:
         """Read everything that was received, and the states of the connections."""

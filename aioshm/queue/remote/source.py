@@ -250,6 +250,8 @@ class NetworkSource(Source):
             self._why_not_yet = reason  # the next writer listens at the same address
             return
         self._released = True
+        if self.sockets is not None and self.welcome is not None:
+            self.sockets.end_data()
         if message.closed:
             self.give_up(self._closed_by_writer)
         elif message.full:

@@ -17,7 +17,7 @@ from faces import Thread
 from remotes import ready_ends, wide_writer
 from support import until
 
-from aioshm import MessageQueue, Options, PeerDied, blocking
+from aioshm import MessageQueue, Options, PeerDied, ReaderEvicted, blocking
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -179,3 +179,18 @@ async def test_nothing_is_kept_for_a_stopped_reader_that_was_evicted() -> None:
                     assert (await reader.dequeue(20))[0] == number
                     assert psutil.Process().memory_info().rss - before < 30 << 20
                 assert [each.rank for each in writer.readers if each.state == "attached"] == [0]
+
+
+async def test_evicted_reader_gets_its_backlog_and_no_later_message() -> None:
+    async with ready_ends(0, 2, codec="raw") as (writer, (evicted, other)):
+        await writer.enqueue_many([b"0", b"1"])
+        await until(lambda: evicted.stats().backlog == 2, "both messages")
+        writer.dismiss(0)
+        link: Any = evicted.end.source
+        await until(lambda: link.gone is not None, "the refusal")
+        assert link.sockets._data._socket.closed, "else it connects again, and no window bounds what comes"
+        await writer.enqueue(b"2")
+        assert [await other.dequeue(20) for _ in range(3)] == [b"0", b"1", b"2"]
+        assert [await evicted.dequeue(20) for _ in range(2)] == [b"0", b"1"]
+        with pytest.raises(ReaderEvicted):
+            await evicted.dequeue(20)
