@@ -32,7 +32,8 @@ class Restart:
 
     Attributes:
         max_restarts: Restarts of one process within ``within_s``; 0: none.
-        within_s: Seconds that a restart counts.
+        within_s: Seconds that a restart counts; those in which a replacement starts, and is not ready yet, are not
+            among them.
         backoff_s: Seconds before the second restart.
         backoff_max_s: Seconds before any restart, at most.
         hang_s: Seconds without progress, see `progress.expect`, after which a process is killed: with SIGABRT, so that
@@ -121,6 +122,10 @@ class RestartHistory:
         doublings = min(before - 1, _MAX_DOUBLINGS)
         return min(policy.backoff_s * 2.0**doublings, policy.backoff_max_s)
 
+    def started(self, seconds: float) -> None:
+        """Leave out the time of a start, whether it succeeded or failed: otherwise slow failures were no crash loop."""
+        self._recent = deque((time + seconds, cause) for time, cause in self._recent)
+
     @property
     def number(self) -> str:
         """The number of the next restart, and how many the policy allows."""
@@ -197,6 +202,8 @@ class Life:
                 self.cause = cause
                 self.enter("waiting")
                 await asyncio.sleep(delay)
+            began = loop.time()
             cause = await start()
+            self.history.started(loop.time() - began)
             if not cause:
                 return True

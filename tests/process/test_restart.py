@@ -26,7 +26,8 @@ def test_deaths_of_long_ago_do_not_count() -> None:
     for start in (0.0, 11.0, 22.0):
         assert history.died(start, "") == 0.0
     assert history.restarts == 3
-    assert history.died(31.9, "again") is None
+    history.started(15.0)  # the replacement was not ready before
+    assert history.died(46.9, "again") is None
     assert RestartHistory(Restart(max_restarts=0)).died(5.0, "the only death") is None
 
 

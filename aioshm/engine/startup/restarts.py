@@ -259,10 +259,13 @@ class EngineRestarts:
 
     async def _bring_up(self, unit: Unit) -> None:
         """Start the engines of a unit until all are ready, or give up."""
+        loop = asyncio.get_running_loop()
         while unit.fallen is None or await self._may_start_again(unit, unit.fallen):
             unit.fallen = None
             unit.ends_by_hand = False
+            began = loop.time()
             await asyncio.gather(*map(self._start, unit.lives))
+            unit.history.started(loop.time() - began)
             if unit.fallen is None:
                 return
 

@@ -91,7 +91,7 @@ async def test_a_crash_loop_ends_everything_with_every_cause(tmp_path: Path, mon
     async with EngineSupervisor(
         serve,
         2,
-        restart=Restart(max_restarts=2, backoff_s=0.001),
+        restart=Restart(max_restarts=2, within_s=1.0, backoff_s=0.001),
         kwargs={"crash": str(crash)},
         layout=EngineLayout(coordinator=False),
     ) as supervisor:
@@ -99,10 +99,16 @@ async def test_a_crash_loop_ends_everything_with_every_cause(tmp_path: Path, mon
         crash.touch()
         manager = supervisor.launch.engine_manager
         start = manager.start_engine
-        monkeypatch.setattr(manager, "start_engine", lambda rank: (rank or failed.wait(30)) and start(rank))
+
+        def start_slowly(rank: int) -> Any:
+            time.sleep(0.5)
+            assert rank or failed.wait(30)
+            return start(rank)
+
+        monkeypatch.setattr(manager, "start_engine", start_slowly)
         for pid in pids(supervisor):
             stop(pid)
-        with pytest.raises(EngineDead, match="engine 1 is in a crash loop: 3 deaths within 60 s") as caught:
+        with pytest.raises(EngineDead, match="engine 1 is in a crash loop: 3 deaths within 1 s") as caught:
             await supervisor.wait()
         text = str(caught.value)
         assert "was killed by SIGKILL" in text
