@@ -251,6 +251,11 @@ class ReaderSockets:
 
     look_at_all = look
 
+    def end_data(self) -> None:
+        """Receive no more data."""
+        self.apart.add("data")
+        self.cut(["data"])
+
     def cut(self, kinds: Sequence[str] = ("data", "control")) -> None:
         """Break connections."""
         for kind in kinds:
