@@ -20,7 +20,6 @@ from aioshm.engine.protocol.messages import (
     PauseMode,
     PauseOrder,
     check_mode,
-    encode,
     request_id_of,
 )
 from aioshm.engine.protocol.payloads import PayloadEncoder
@@ -34,7 +33,6 @@ OnEngineChange: TypeAlias = Callable[[int, EngineDead | None], object]
 OnEngineDeath: TypeAlias = Literal["fail", "continue"]
 Resubmit: TypeAlias = Literal["unstarted"]
 
-_ABORT = EngineCoreRequestType.ABORT.value
 _UTILITY = EngineCoreRequestType.UTILITY.value
 
 
@@ -402,8 +400,7 @@ class EngineClient(AsyncClosing):
         for engine, ids in link.pending.by_engine(request_ids).items():
             for request_id in ids:
                 link.pending.abort(request_id)
-            if engine is not None:
-                link.send(engine, _ABORT, [encode(ids)])
+            link.abort(engine, ids)
 
     async def call(self, method: str, *args: Any, engine: int | None = None) -> Any:
         """Call a method of the engine.

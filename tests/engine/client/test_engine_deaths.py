@@ -277,6 +277,20 @@ async def test_call_of_all_engines_fails_if_one_was_just_lost() -> None:
             await serving.client.call("add", 1, 2)
 
 
+async def test_abort_reaches_living_engines_if_one_was_just_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "LAST_WORDS_S", 30)  # the death is reported later
+    async with served(Gated(), Gated(), on_engine_death="continue") as serving:
+        streams = [serving.client.submit(ask(f"{rank}"), engine=rank) for rank in (0, 1)]
+        await until(lambda: serving.engines[1].requests)
+        serving.running[0].cancel()
+        await until(lambda: serving.client._link.engines[0].connection is None)
+        await serving.client.abort(["0", "1"])
+        for stream in streams:
+            with pytest.raises(RequestAborted):
+                await anext(stream)
+        await until(lambda: not serving.engines[1].requests)
+
+
 def test_note_on_a_raised_error_is_on_no_other_copy() -> None:
     error = EngineDead("engine 1 was killed", engine=1)
     error.add_note("of the callback")
