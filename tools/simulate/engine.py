@@ -280,7 +280,12 @@ class Cluster:
         client: Any = SimpleNamespace(
             void_keys=lambda *_: None, watch=lambda *_: None, give_up=self._give_up, ranks=self.ranks
         )
-        startup = SimpleNamespace(stay_open=lambda _: self.startup)
+        startup = SimpleNamespace(
+            stay_open=lambda _: None,
+            void_keys=self.startup.void_keys,
+            handshake=self.handshake,
+            retry=self.startup.retry,
+        )
         launch: Any = SimpleNamespace(
             engine_manager=self.manager,
             members=client,
