@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from aioshm.engine.workers.processes import Rank, WorkerProcess
     from aioshm.engine.workers.session import Session
 
+SPINS = 3
+"""How many short spins a call makes for its answer, with an iteration of the loop after each."""
+
 RETRY_S = 0.01
 """The pause before another attempt to send a message, or a substitute for a message that cannot be sent."""
 
@@ -336,12 +339,15 @@ class CallTable:
             self._receive(rank, message)
 
     async def _wait(self, call: Call) -> None:
-        """Wait until the caller has to check the call; poll briefly for the answer of a lone call first."""
-        while len(self._sent) == 1 and not call.ready.is_set():
+        """Wait until the caller has to check the call; spin for the answer of a lone call first: a task costs more."""
+        spins = SPINS
+        while spins and len(self._sent) == 1 and not call.ready.is_set():
             answer = self._answers.take_soon()
             if answer is None:
-                break
-            self._receive(*answer)
+                spins -= 1
+                await asyncio.sleep(0)
+            else:
+                self._receive(*answer)
         if not call.ready.is_set():
             self._read_answers()
             await call.ready.wait()
