@@ -341,16 +341,18 @@ class CallTable:
     async def _wait(self, call: Call) -> None:
         """Wait until the caller has to check the call; spin for the answer of a lone call first: a task costs more."""
         spins = SPINS
-        while spins and len(self._sent) == 1 and not call.ready.is_set():
-            answer = self._answers.take_soon()
-            if answer is None:
-                spins -= 1
-                await asyncio.sleep(0)
-            else:
-                self._receive(*answer)
-        if not call.ready.is_set():
-            self._read_answers()
-            await call.ready.wait()
+        try:
+            while spins and len(self._sent) == 1 and not call.ready.is_set():
+                answer = self._answers.take_soon()
+                if answer is None:
+                    spins -= 1
+                    await asyncio.sleep(0)
+                else:
+                    self._receive(*answer)
+        finally:
+            if not call.ready.is_set():  # also when cancelled: later calls may wait for the answers to this one
+                self._read_answers()
+        await call.ready.wait()
 
     def _receive(self, number: int, message: Any) -> None:
         """Deliver an answer, or an error of the queue or of one message."""
