@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -52,6 +53,17 @@ def tell_to_end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
+
+
+@contextmanager
+def descriptor_limit(soft: int) -> Iterator[None]:
+    """Refuse this process descriptors from this number on, though it may have lower ones closed."""
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
 
 
 @contextmanager

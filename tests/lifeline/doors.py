@@ -145,11 +145,13 @@ async def opened(address: str, **kwargs: Any) -> AsyncIterator[Door]:
     assert failures == []
 
 
-def knock(address: str) -> socket.socket:
-    """Connect to a door and say nothing."""
+def knock(address: str, said: bytes = b"") -> socket.socket:
+    """Connect to a door, say this and nothing more."""
     sock = socket.socket(socket.AF_UNIX)
     sock.setblocking(False)
     sock.connect(sockaddr(address))
+    if said:
+        sock.send(said)
     return sock
 
 

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 from doors import Reader, opened
-from support import until
+from support import raising, until
 
 MANY = 600
 """More than a socket's buffer takes."""
@@ -55,11 +55,7 @@ async def test_that_the_system_does_not_take_now_are_passed_later(
         reader = await Reader.admitted(address)
         fds = numbered(3)
         with monkeypatch.context() as patch:
-
-            def refuse(*_: object) -> None:
-                raise OSError(code, os.strerror(code))
-
-            patch.setattr(socket, "send_fds", refuse)
+            patch.setattr(socket, "send_fds", raising(OSError(code, os.strerror(code))))
             for fd in fds:
                 door.peers[0].hand_over(fd)
         await until(lambda: len(reader.passed) == 3, "all descriptors")

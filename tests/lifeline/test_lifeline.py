@@ -10,16 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from doors import (
-    TOKEN,
-    Door,
-    Reader,
-    frame,
-    hello,
-    knock,
-    opened,
-    until_hung_up,
-)
+from doors import TOKEN, Door, Reader, frame, hello, knock, opened, until_hung_up
 from loops import open_fds, turns
 from support import until
 
@@ -71,12 +62,8 @@ class TestAdmission:
             greetings = [hello(rank) for rank in range(20)]
             socks = [dial(any_address, greeting) for greeting in greetings]
             assert None in socks, "the backlog is full"
-            lifelines = await asyncio.wait_for(
-                asyncio.gather(
-                    *(attach(any_address, greeting, sock) for greeting, sock in zip(greetings, socks, strict=True))
-                ),
-                20,
-            )
+            attaching = [attach(any_address, greeting, sock) for greeting, sock in zip(greetings, socks, strict=True)]
+            lifelines = await asyncio.wait_for(asyncio.gather(*attaching), 20)
             assert sorted(door.peers) == list(range(20))
             for lifeline in lifelines:
                 lifeline.close()
@@ -102,8 +89,7 @@ class TestAdmission:
     ) -> None:
         async with opened(address) as door:
             monkeypatch.setattr(listening, "peer_credentials", lambda _: (1, os.geteuid() + 1))
-            sock = knock(address)
-            sock.send(pack(hello()))
+            sock = knock(address, pack(hello()))
             assert await until_hung_up(sock) == b""
             sock.close()
             assert door.log == []
@@ -126,8 +112,7 @@ class TestSignals:
     async def test_that_come_together_with_the_greeting(self, address: str, bells: bool) -> None:
         async with opened(address) as door:
             door.go_once_proven = True
-            sock = knock(address)
-            sock.send(pack(hello(5)) + PROVEN + WAKE)
+            sock = knock(address, pack(hello(5)) + PROVEN + WAKE)
             await until(lambda: door.log == [("attached", 5), ("proven", 5)], "admission and proof")
             assert door.wakes == 1
             sock.send(BYE)

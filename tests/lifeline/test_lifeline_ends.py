@@ -30,8 +30,7 @@ class TestLeaving:
         self, address: str, goodbye: bytes, closed: bool
     ) -> None:
         async with opened(address) as door:
-            sock = knock(address)
-            sock.send(pack(hello()))
+            sock = knock(address, pack(hello()))
             if goodbye:
                 sock.send(goodbye)
             if closed or not goodbye:
@@ -48,8 +47,7 @@ class TestLeaving:
         async with opened(address) as door:
             for _ in range(20):
                 reader = await Reader.admitted(address)
-                sock = knock(address)
-                sock.send(pack(hello()))
+                sock = knock(address, pack(hello()))
                 reader.lifeline.close()
                 door.log.clear()
                 door.listener.look()
@@ -63,8 +61,7 @@ class TestLeaving:
     ) -> None:
         """Else nobody could ever have its place. It finds the end of file after what it has not read yet."""
         async with opened(address) as door:
-            sock = knock(address)
-            sock.send(pack(hello()))
+            sock = knock(address, pack(hello()))
             await until(lambda: door.log, "the admission")
             peer = door.peers[0]
             with pytest.raises(BlockingIOError):
@@ -98,8 +95,7 @@ class TestLeaving:
     async def test_a_reader_that_leaves_something_unread(self, address: str, last_words: bytes) -> None:
         """The kernel then reports a reset, on top of what was said last (unix(7))."""
         async with opened(address) as door:
-            sock = knock(address)
-            sock.send(pack(hello()))
+            sock = knock(address, pack(hello()))
             await until(lambda: door.log, "the admission")
             sock.send(last_words)
             sock.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import resource
 import socket
 import stat
 import struct
@@ -15,20 +14,14 @@ import time
 from pathlib import Path
 
 import pytest
+from support import descriptor_limit
 
 from aioshm.config import Options
 from aioshm.errors import SharedMemoryError
 from aioshm.lifeline import sockets
-from aioshm.lifeline.sockets import (
-    QuietSocket,
-    new_address,
-    peer_credentials,
-    remove,
-    sockaddr,
-)
+from aioshm.lifeline.sockets import QuietSocket, new_address, peer_credentials, remove, sockaddr
 
 QUEUE_ID = bytes(range(16))
-LONG_AGO = time.time() - 3600
 
 
 def address_in(directory: Path) -> str:
@@ -56,21 +49,18 @@ class TestAbstract:
 
 
 class TestDirectory:
-    def test_is_made_for_its_user_alone(self, base: Path) -> None:
+    @pytest.mark.parametrize("umask", [0o000, 0o022])
+    def test_is_made_for_its_user_alone_whatever_the_umask(self, base: Path, umask: int) -> None:
         directory = base / "a" / "b"
-        address = address_in(directory)
+        before = os.umask(umask)
+        try:
+            address = address_in(directory)
+        finally:
+            os.umask(before)
         assert address == str(directory / f"{QUEUE_ID.hex()}.lifeline")
         assert sockaddr(address) == address
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         assert address_in(directory) == address
-
-    def test_is_private_whatever_the_umask(self, base: Path) -> None:
-        before = os.umask(0)
-        try:
-            address_in(base / "open")
-        finally:
-            os.umask(before)
-        assert stat.S_IMODE((base / "open").stat().st_mode) == 0o700
 
     def test_is_refused_if_others_get_in(self, base: Path) -> None:
         for mode in (0o755, 0o750, 0o770, 0o701, 0o710, 0o702, 0o777):
@@ -168,7 +158,7 @@ class TestSweep:
         (base / "link").symlink_to("nothing")
         os.mkfifo(base / "fifo")
         for path in base.iterdir():
-            os.utime(path, (LONG_AGO, LONG_AGO), follow_symlinks=False)
+            os.utime(path, (0, 0), follow_symlinks=False)
         address_in(base)
         assert {path.name for path in base.iterdir()} == {"file", "directory", "link", "fifo"}
 
@@ -221,16 +211,12 @@ def test_socket_without_a_free_descriptor_raises_only_the_error_of_its_construct
 ) -> None:
     unraisable: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda args: unraisable.append(args.exc_value))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as lowest_free:
         limit = lowest_free.fileno()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
+    with descriptor_limit(limit):
         with pytest.raises(OSError, match="Too many open files"):
             QuietSocket(socket.AF_UNIX, socket.SOCK_STREAM)
         gc.collect()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not unraisable
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 from contextlib import suppress
 
 import msgspec
 import pytest
 from doors import Reader, frame, hello, knock, opened, until_hung_up
 from loops import open_fds, turns
-from support import until
+from support import descriptor_limit, until
 
 from aioshm.errors import AioshmError, HandleError
 from aioshm.lifeline import listener as listening
@@ -61,8 +60,7 @@ class TestOne:
     async def test_that_says_something_else_is_refused(self, address: str, said: bytes) -> None:
         async with opened(address) as door:
             reader = await Reader.admitted(address)
-            sock = knock(address)
-            sock.send(said)
+            sock = knock(address, said)
             answer = await until_hung_up(sock)
             sock.close()
             if answer:  # it may have been reset before
@@ -82,9 +80,7 @@ class TestOne:
     @pytest.mark.usefixtures("impatient")
     async def test_that_never_says_it_all_is_hung_up_on(self, address: str, said: bytes) -> None:
         async with opened(address) as door:
-            sock = knock(address)
-            if said:
-                sock.send(said)
+            sock = knock(address, said)
             assert await until_hung_up(sock) == b""
             sock.close()
             assert door.log == []
@@ -118,9 +114,7 @@ class TestMany:
     async def test_readers_of_whom_many_come_at_once_are_no_strangers(self, address: str) -> None:
         """They have greeted; that it was not read yet is the writer's own affair."""
         async with opened(address) as door:
-            socks = [knock(address) for _ in range(250)]
-            for rank, sock in enumerate(socks):
-                sock.send(pack(hello(rank)))
+            socks = [knock(address, pack(hello(rank))) for rank in range(250)]
             await until(lambda: len(door.log) >= 250, "the admission of all")
             assert sorted(door.log) == [("attached", rank) for rank in range(250)]
             for sock in socks:
@@ -134,8 +128,7 @@ class TestMany:
 
             async def chatter() -> None:
                 while not stop:
-                    sock = knock(address)
-                    sock.send(b"\xff" * 100)
+                    sock = knock(address, b"\xff" * 100)
                     await until_hung_up(sock)
                     sock.close()
 
@@ -150,37 +143,29 @@ class TestMany:
 
 async def test_running_out_of_descriptors_is_survived(address: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "aioshm")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with opened(address) as door:
         sock = dial(address, hello())
         attaching = asyncio.ensure_future(attach(address, hello(), sock))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-        try:
+        with descriptor_limit(3):
             await until(lambda: caplog.records, "the failure")
             await turns(50)
             assert len(caplog.records) == 1, "it does not turn in circles"
             assert "cannot accept a reader" in caplog.text
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         reader = Reader(await asyncio.wait_for(attaching, 10))
         assert door.log == [("attached", 0)]
         reader.lifeline.close()
 
 
 async def test_closing_while_there_are_no_descriptors_tells_a_reader_that_waits(address: str) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with opened(address) as door:
         sock = knock(address)
         spent = [os.dup(sock.fileno()) for _ in range(20)]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(spent) + 1, hard))
-        try:
+        with descriptor_limit(max(spent) + 1):
             with suppress(OSError):
                 while True:
                     spent.append(os.dup(sock.fileno()))
             door.close()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            for fd in spent:
-                os.close(fd)
+        for fd in spent:
+            os.close(fd)
         assert b"closed" in await until_hung_up(sock)
         sock.close()

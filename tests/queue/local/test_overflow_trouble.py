@@ -6,12 +6,11 @@ import asyncio
 import errno
 import mmap
 import os
-import resource
 import signal
 import socket
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from overflowing import BOTH_WAYS, cut_lifelines, overflow_of, sockets_of_zeromq
 from pairs import attached
 from receiving import acquire_read, dequeue, dequeue_many, dequeue_nowait, lease
 from slots import slot_of
-from support import eventually, raising
+from support import cancelled, descriptor_limit, eventually, raising
 
 from aioshm import (
     CorruptSlot,
@@ -58,17 +57,6 @@ async def withheld(way: str, **options: Any) -> AsyncIterator[tuple[Any, Message
         yield writer, reader, release
 
 
-@contextmanager
-def starving() -> Iterator[None]:
-    """Let this process have no further descriptor, though it closes some."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 @BOTH_WAYS
 async def test_waiting_for_one_ends_when_it_arrives(way: str) -> None:
     async with withheld(way) as (_writer, reader, release):
@@ -97,9 +85,7 @@ async def test_giving_up_waiting_loses_nothing(way: str) -> None:
             await waiting
         waiting = asyncio.ensure_future(reader.dequeue(20))
         await asyncio.sleep(0.01)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+        await cancelled(waiting)
         release()
         while True:
             try:
@@ -193,7 +179,7 @@ async def test_reader_without_a_descriptor_is_told_by_every_call_and_loses_nothi
         await writer.enqueue(b"y" * BIG)
         waiting = asyncio.ensure_future(reader.dequeue(20))
         await asyncio.sleep(0)
-        with starving():
+        with descriptor_limit(3):
             hand_over()
             with pytest.raises(OutOfDescriptors):
                 await waiting
