@@ -28,8 +28,7 @@ class Ends:
     async def filled(self, count: int, events: int = 1, **options: Any) -> Any:
         """Return a publisher that has sent batches 0 to ``count`` - 1."""
         made = self.publisher(**options)
-        for number in range(count):
-            made.publish(batch(number, events))
+        publish_all(made, range(count), events)
         await made.flush(PATIENCE_S)
         return made
 
@@ -50,6 +49,11 @@ def batch(number: int, events: int = 1) -> EventBatch:
     return EventBatch(
         float(number), [BlockStored([number * 1000 + i], None, [i], 1, None, "GPU") for i in range(events)]
     )
+
+
+def publish_all(publisher: Any, numbers: range, events: int = 1) -> None:
+    for number in numbers:
+        publisher.publish(batch(number, events))
 
 
 async def take(subscriber: EventSubscriber, count: int) -> list[Delivery]:

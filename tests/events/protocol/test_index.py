@@ -143,12 +143,8 @@ class TestAggregator:
         with pytest.raises(ValueError, match="num_workers"):
             KVEventAggregator(0)
         workers: KVEventAggregator[BlockStored] = KVEventAggregator(1)
-        for bad, count in (
-            (workers.increment_workers, 0),
-            (workers.decrement_workers, 0),
-            (workers.decrement_workers, 1),
-        ):
+        for bad, n in ((workers.increment_workers, 0), (workers.decrement_workers, 0), (workers.decrement_workers, 1)):
             with pytest.raises(ValueError, match="count"):
-                bad(count)
+                bad(n)
         with pytest.raises(TypeError, match="tuple"):
             workers.add_events((stored(1),))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import zmq
-from support import until
+from support import cancelled, until
 
 from aioshm.errors import RoleError
 from aioshm.events import (
@@ -26,7 +26,7 @@ from aioshm.events import (
 )
 from aioshm.events.protocol.encoding import BatchDecoder
 
-from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until, publish_until_delivery, take
+from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_all, publish_until, publish_until_delivery, take
 
 
 async def test_frames_numbers_and_rank(ends: Ends, raw: Any) -> None:
@@ -48,8 +48,7 @@ async def test_overflow_is_counted_logged_once_and_visible(ends: Ends, caplog: p
     publisher = ends.publisher(max_queue_size=3)
     subscriber = ends.subscriber(publisher)
     with caplog.at_level(logging.WARNING, "aioshm.events"):
-        for n in range(6):  # without a turn of the loop in between
-            publisher.publish(batch(n))
+        publish_all(publisher, range(6))  # without a turn of the loop in between
         assert publisher.stats().dropped == 3
         items = await take(subscriber, 5)
     assert len(caplog.records) == 1
@@ -76,8 +75,7 @@ async def test_close_delivers_queued_batches(nothing_left: None) -> None:
     async with EventSubscriber(publisher.endpoint, start="live") as subscriber:
         await publish_until_delivery(publisher, subscriber)
         before = publisher.stats().published
-        for n in range(2000):
-            publisher.publish(batch(n, 10))
+        publish_all(publisher, range(2000), 10)
         await publisher.aclose(PATIENCE_S)
         await publisher.aclose()
         with pytest.raises(PublisherClosed):
@@ -90,8 +88,7 @@ async def test_close_delivers_queued_batches(nothing_left: None) -> None:
 
 async def test_close_logs_unsent_batches(nothing_left: None, caplog: pytest.LogCaptureFixture) -> None:
     publisher = ZmqEventPublisher(0, ANY, bind=True)
-    for n in range(1000):
-        publisher.publish(batch(n, 50))
+    publish_all(publisher, range(1000), 50)
     with pytest.raises(TimeoutError, match=r"\d+ event batches still wait to be sent after 0 s"):
         await publisher.flush(0)
     await publisher.aclose(0)
@@ -103,13 +100,10 @@ async def test_close_logs_unsent_batches(nothing_left: None, caplog: pytest.LogC
 
 async def test_cancelling_close_closes(nothing_left: None) -> None:
     publisher = ZmqEventPublisher(0, ANY, ANY, bind=True)
-    for n in range(1000):
-        publisher.publish(batch(n, 50))
+    publish_all(publisher, range(1000), 50)
     closing = asyncio.create_task(publisher.aclose(PATIENCE_S))
     await asyncio.sleep(0)
-    closing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await closing
+    await cancelled(closing)
     with pytest.raises(PublisherClosed):
         publisher.publish(batch(0))
     await until(lambda: not [t for t in threading.enumerate() if t.name.startswith("aioshm-events")])
@@ -124,8 +118,7 @@ async def test_an_inproc_name_is_free_again_at_once(nothing_left: None) -> None:
 async def test_shutdown_sends_queued_batches(nothing_left: None) -> None:
     publisher = ZmqEventPublisher(0, "inproc://shutdown", bind=True)
     async with EventSubscriber("inproc://shutdown", start="live") as subscriber:
-        for n in range(100):
-            publisher.publish(batch(n))
+        publish_all(publisher, range(100))
         publisher.shutdown()
         publisher.shutdown()
         assert publisher.stats().sent == 100
@@ -239,8 +232,7 @@ async def test_handler_that_raises_while_batches_are_sent_stops_no_later_batch(
     failures: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["exception"]))
     monkeypatch.setattr(publisher._core, "_encode", interrupted)
-    for number in range(3):
-        publisher.publish(batch(number))
+    publish_all(publisher, range(3))
     await until(lambda: publisher.stats().sent == 2, "the batches after the interrupted one")
     assert list(map(str, failures)) == ["of a signal handler"]
 

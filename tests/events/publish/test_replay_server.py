@@ -16,7 +16,7 @@ from aioshm.events.protocol import wire
 from aioshm.events.protocol.encoding import BatchDecoder
 from aioshm.events.publish import replay_server
 
-from ..helpers import PATIENCE_S, Ends, batch, take
+from ..helpers import PATIENCE_S, Ends, batch, publish_all, take
 
 
 @pytest.mark.parametrize(("wire_name", "form"), [("vllm-0.24+", "topic"), ("vllm-0.24", "legacy")])
@@ -93,8 +93,7 @@ async def test_slow_client_is_served_fully_without_delaying_further_clients(ends
     slow.socket.rcvbuf = 4096
     slow.socket.send_multipart(wire.request(0))
     await until(lambda: publisher.stats().replay_requests == 1)
-    for n in range(3000, 7000):  # everything the slow client still has to get is pushed out of the buffer
-        publisher.publish(batch(n))
+    publish_all(publisher, range(3000, 7000))  # pushes everything the slow client still has to get out of the buffer
     await publisher.flush(PATIENCE_S)
     quick = raw(zmq.DEALER, publisher.replay_endpoint)
     assert len(await quick.ask(b"", wire.pack_seq(6990))) == 11

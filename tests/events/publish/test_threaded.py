@@ -28,7 +28,7 @@ from aioshm.events import (
 )
 from aioshm.process.loop_thread import LoopThread
 
-from ..helpers import ANY, PATIENCE_S, batch, take
+from ..helpers import ANY, PATIENCE_S, batch, publish_all, take
 
 
 @contextmanager
@@ -44,8 +44,7 @@ def full(publisher: ThreadedEventPublisher, room: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(core, "drain", hold)
-        for number in range(room):
-            publisher.publish(batch(number))
+        publish_all(publisher, range(room))
         yield
     publisher._wake()
 

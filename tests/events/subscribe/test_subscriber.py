@@ -30,7 +30,7 @@ from aioshm.events import (
 from aioshm.events.protocol.encoding import BatchEncoder
 from aioshm.events.protocol.wire import MAX_TOPIC_BYTES
 
-from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_until_delivery, take
+from ..helpers import ANY, PATIENCE_S, Ends, batch, publish_all, publish_until_delivery, take
 from ..proxy import LossyProxy, kept_endpoint
 
 
@@ -236,12 +236,10 @@ async def test_a_connection_that_breaks_is_resumed(ends: Ends) -> None:
     publisher = ends.publisher()
     async with LossyProxy(publisher.endpoint, 0.0) as proxy:
         async with EventSubscriber(proxy.endpoint, publisher.replay_endpoint, check_interval=0.05) as subscriber:
-            for n in range(100):
-                publisher.publish(batch(n))
+            publish_all(publisher, range(100))
             first = await take(subscriber, 100)
             proxy.cut()
-            for n in range(100, 200):
-                publisher.publish(batch(n))
+            publish_all(publisher, range(100, 200))
             await publisher.flush()
             await until(proxy.bind_again)
             items = first + await take(subscriber, 100)
