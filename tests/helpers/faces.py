@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -59,6 +60,16 @@ class Thread:
         if self._error is not None:
             raise self._error
         return self._outcome
+
+
+def interrupt_after(wait: Callable[..., object], *arguments: Any) -> Thread:
+    """Send SIGUSR1 to this process once a call, which another thread makes, has returned; return the thread."""
+
+    def interrupt() -> None:
+        wait(*arguments)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    return Thread(interrupt)
 
 
 def make_writer(

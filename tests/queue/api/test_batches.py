@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loops import turns
 from pairs import attached
 from slots import slot_of
+from support import cancelled
 
 from aioshm import CodecError, CorruptSlot, MessageQueue, QueueClosed
 from aioshm.ring.layout import SLOT_HEADER_BYTES
@@ -116,14 +118,11 @@ async def test_a_batch_larger_than_the_ring_stops_after_whole_parts() -> None:
             await writer.enqueue_many(range(10), 0.02)
         assert writer.stats().messages == 4
         task = asyncio.ensure_future(writer.enqueue_many(range(4, 14)))
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turns(20)
         assert await reader.dequeue_many(99, 5) == [0, 1, 2, 3]
         while writer.stats().messages < 8:
             await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancelled(task)
         assert await reader.dequeue_many(99, 5) == [4, 5, 6, 7]
         assert writer.stats().messages == 8
 

@@ -12,7 +12,7 @@ from children import child
 from pairs import EITHER_PLACE
 from remotes import wide_writer
 from replacing import becomes, bereaved, joined, lose_reader, received
-from support import cancelled_after, until
+from support import cancelled, cancelled_after, until
 
 from aioshm import EndClosed, MessageQueue, Options, QueueFull, ReaderDied, ReaderJoined
 from aioshm.queue.local import readers as local_readers
@@ -163,9 +163,7 @@ class TestClosing:
             closing = asyncio.ensure_future(writer.aclose())
             if how == "cancelled":
                 await until(lambda: "closing: waiting for a replacement" in caplog.text, "closing")
-                closing.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await closing
+                await cancelled(closing)
             await asyncio.wait_for(writer.aclose(), 20)
             assert f"no replacement of reader 0 (pid {pid}) has attached: messages 0 to 1 are lost" in caplog.text
 

@@ -68,10 +68,8 @@ async def test_a_row_for_each_reader() -> None:
     async with ready_ends(2, 1) as (writer, readers):
         await writer.enqueue_many([b"x" * 10, b"y" * 10])
         first, second, far = readers
-        await first.dequeue(20)
-        await first.dequeue(20)
-        await far.dequeue(20)
-        await far.dequeue(20)
+        for reader in (first, first, far, far):
+            await reader.dequeue(20)
         await until(lambda: writer.readers[2].lag == 0)
         stats = writer.stats()
         rows = stats.per_reader

@@ -48,8 +48,7 @@ async def test_an_acquired_read_of_a_damaged_slot() -> None:
 
 
 async def test_handles_travel_as_pickle_and_as_json() -> None:
-    writer = MessageQueue(1, 1, max_chunk_bytes=4096)
-    async with writer:
+    async with MessageQueue(1, 1, max_chunk_bytes=4096) as writer:
         handle = writer.export_handle()
         assert pickle.loads(pickle.dumps(handle)) == handle
         assert Handle.from_json(handle.to_json()) == handle

@@ -9,7 +9,7 @@ from typing import Any, assert_type
 
 import msgspec
 
-from aioshm import AioshmError, Handle, MessageQueue, MsgpackCodec, blocking, merge
+from aioshm import Handle, MessageQueue, MsgpackCodec, blocking, merge
 
 
 class Step(msgspec.Struct):
@@ -97,10 +97,7 @@ async def receive(queue: MessageQueue[Step]) -> list[Step]:
         break
     async for rank, message in merge({7: queue}):
         assert_type(rank, int)
-        assert_type(message, Step | Any)
-        if isinstance(message, AioshmError):
-            raise message
-        steps.append(message)
+        steps.append(assert_type(message, Step | Any))
         break
     return steps
 
@@ -117,10 +114,7 @@ def receive_blocking(queue: blocking.MessageQueue[Step]) -> list[Step]:
         steps.append(assert_type(step, Step))
         break
     for _, message in blocking.merge({7: queue}):
-        assert_type(message, Step | Any)
-        if isinstance(message, AioshmError):
-            raise message
-        steps.append(message)
+        steps.append(assert_type(message, Step | Any))
         break
     return steps
 

@@ -113,12 +113,7 @@ def test_closing() -> None:
         with pytest.raises(QueueClosed):
             reader.dequeue()
         writer.aclose()
-    calls: list[Callable[[], Any]] = [
-        lambda: writer.enqueue(1),
-        lambda: writer.enqueue_many([1]),
-        writer.wait_until_ready,
-    ]
-    for call in calls:
+    for call in (lambda: writer.enqueue(1), lambda: writer.enqueue_many([1]), writer.wait_until_ready):
         with pytest.raises(QueueClosed, match="this end was closed"):
             call()
     assert repr(writer).startswith("<blocking <writer of queue")
@@ -194,8 +189,7 @@ def test_other_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "error"),
-    [("lease", KeyboardInterrupt), ("lease", StopIteration), ("acquire_read", GeneratorExit)],
+    ("block", "error"), [("lease", KeyboardInterrupt), ("lease", StopIteration), ("acquire_read", GeneratorExit)]
 )
 def test_what_a_block_raises_is_not_changed(block: str, error: type[BaseException]) -> None:
     with pair(chunks=1) as (writer, reader):

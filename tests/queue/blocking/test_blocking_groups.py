@@ -62,8 +62,7 @@ def test_what_a_handler_raises_takes_effect_at_once() -> None:
 
 def test_the_writer_waits_no_longer_than_until_a_rank_has_left() -> None:
     def call(member: Any) -> Any:
-        queue = blocking.MessageQueue.create_from_process_group(member, 4096, 4, blocking=member.rank == 0)
-        with queue:
+        with blocking.MessageQueue.create_from_process_group(member, 4096, 4, blocking=member.rank == 0) as queue:
             if member.rank == 1:
                 with pytest.raises(TimeoutError):
                     queue.wait_until_ready(0.2)  # rank 2 does not attach

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from faces import READS, WRITES, Thread, child, handling, make_writer, pair
+from faces import READS, WRITES, Thread, child, handling, interrupt_after, make_writer, pair
 from support import HELPERS, eventually, raising
 
 from aioshm import PeerDied, blocking
@@ -115,12 +115,8 @@ def interrupt(call: Any, end: blocking.MessageQueue, waits: Any) -> float:
         raised.append(time.monotonic())
         raise _Late
 
-    def send() -> None:
-        eventually(waits, "the call to wait")
-        os.kill(os.getpid(), signal.SIGUSR1)
-
     with handling(handle):
-        sending = Thread(send)
+        sending = interrupt_after(eventually, waits, "the call to wait")
         with pytest.raises(_Late):
             call(end)
         took_s = time.monotonic() - raised[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 import threading
 import time
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faces import READS, WRITES, Thread, handling, make_writer, pair
+from faces import READS, WRITES, Thread, handling, interrupt_after, make_writer, pair
 from receiving import Decoded, while_decoding
 from support import eventually
 
@@ -286,12 +285,7 @@ def test_closing_in_a_signal_handler(end: str) -> None:
             for _ in range(sent):
                 reader.dequeue()
         with handling(lambda *_: closed.close()):
-
-            def interrupt() -> None:
-                until_it_waits(closed)
-                os.kill(os.getpid(), signal.SIGUSR1)
-
-            interrupting = Thread(interrupt)
+            interrupting = interrupt_after(until_it_waits, closed)
             with pytest.raises(QueueClosed, match="this end was closed"):
                 reader.dequeue() if end == "reader" else writer.enqueue("x")
             interrupting.result()

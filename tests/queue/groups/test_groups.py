@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from members import Member, meet, probe_sockets
-from support import HELPERS
+from support import HELPERS, cancelled
 
 from aioshm import AioshmError, HandleError, MessageQueue, MsgpackCodec, Options, SharedMemoryError
 from aioshm.queue import Handle
@@ -191,8 +191,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("apart", "local", "remote"),
-    [({0, 3}, (1,), (0, 3)), ({2}, (), (0, 1, 3)), ({3}, (0, 1), (3,))],
+    ("apart", "local", "remote"), [({0, 3}, (1,), (0, 3)), ({2}, (), (0, 1, 3)), ({3}, (0, 1), (3,))]
 )
 async def test_the_others_are_remote_readers(
     far: set[int], apart: set[int], local: tuple[int, ...], remote: tuple[int, ...]
@@ -307,9 +306,7 @@ async def test_cancelling_the_wait_for_the_others_closes_the_queue() -> None:
     call = asyncio.ensure_future(create_from_process_group(one, *SIZES))
     reader = await create_from_process_group(two, *SIZES, blocking=False)
     await asyncio.sleep(0.02)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
+    await cancelled(call)
     with pytest.raises(AioshmError):
         await reader.wait_until_ready(10)
     await reader.aclose()
@@ -326,11 +323,7 @@ def test_a_stuck_collective_holds_up_nobody_who_leaves() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
-    [
-        ((0, 4), ValueError),
-        ((4096, "4"), TypeError),
-        ((1 << 60, 4), SharedMemoryError),
-    ],
+    [((0, 4), ValueError), ((4096, "4"), TypeError), ((1 << 60, 4), SharedMemoryError)],
     ids=["value", "type", "memory"],
 )
 async def test_an_error_of_the_writer_reaches_all(arguments: tuple[Any, Any], error: type[Exception]) -> None:

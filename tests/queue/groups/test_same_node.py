@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from members import Member, each, meet, probe_sockets, traces_of_probes
-from support import HELPERS, eventually
+from support import HELPERS, eventually, raising
 
 from aioshm import AioshmError, HandleError, Options, OutOfDescriptors, SharedMemoryError
 from aioshm.queue.groups import process_group
@@ -229,10 +229,7 @@ def test_a_source_that_cannot_is_told_to_all(base: Path) -> None:
 
 
 def test_rank_without_descriptors_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: object) -> Any:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(process_group, "peer_credentials", refuse)
+    monkeypatch.setattr(process_group, "peer_credentials", raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
     assert list(map(type, everywhere(meet(2)))) == [HandleError, OutOfDescriptors]
 
 

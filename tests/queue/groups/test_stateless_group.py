@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from faces import Thread
 from members import each
 from support import HELPERS, eventually, raising
 
@@ -95,7 +96,6 @@ def meeting(ranks: list[int], world_size: int, name: str = "") -> Iterator[tuple
 
 def await_keys(port: int, count: int) -> None:
     """Wait until each rank has set two keys: its claim, or rank 0's identity of the group, and its object."""
-
     patience = timedelta(seconds=PATIENCE_S)
 
     def have_come() -> bool:
@@ -363,15 +363,12 @@ def test_rank_whose_call_was_interrupted_joins_when_it_is_called_again(monkeypat
 
 def test_a_closed_store_is_told_at_once() -> None:
     with joined(2) as groups:
-        results = []
-        waiting = threading.Thread(target=lambda: results.append(each(groups[1:], lambda group: group.barrier())))
-        waiting.start()
+        waiting = Thread(each, groups[1:], lambda group: group.barrier())
         time.sleep(0.1)
         started = time.monotonic()
         groups[0].close()
-        waiting.join(PATIENCE_S)
+        (error,) = waiting.result(PATIENCE_S)
         assert time.monotonic() - started < 5
-        ((error,),) = results
         assert type(error) is GroupBroken
         assert isinstance(error, AioshmError)
         assert isinstance(error, ConnectionError)
@@ -436,13 +433,12 @@ def test_rank_0_needs_an_address_and_a_port_of_its_own() -> None:
 
 def test_one_thread_at_a_time() -> None:
     with joined(2) as groups:
-        waiting = threading.Thread(target=groups[1].barrier)
-        waiting.start()
+        waiting = Thread(groups[1].barrier)
         eventually(lambda: groups[1]._lock.locked())
         with pytest.raises(RoleError, match="in use by another thread"):
             groups[1].barrier()
         groups[0].barrier()
-        waiting.join(PATIENCE_S)
+        waiting.result(PATIENCE_S)
 
 
 def test_an_interrupted_call_leaves_the_group_unusable(monkeypatch: pytest.MonkeyPatch) -> None:

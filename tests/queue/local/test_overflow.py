@@ -94,29 +94,21 @@ async def test_a_reader_that_leaves_frees_the_bodies(way: str) -> None:
         assert bodies(writer) <= 4
 
 
-@BOTH_WAYS
-async def test_all_of_it_can_be_read_after_the_writer_has_closed(way: str) -> None:
+@pytest.mark.parametrize(("way", "subscribes_late"), [("segments", False), ("zmq", False), ("zmq", True)])
+async def test_all_of_it_can_be_read_after_the_writer_has_closed(
+    way: str, subscribes_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if subscribes_late:
+        monkeypatch.setattr(overflow_sockets.OverflowPublisher, "look", lambda _self: False)
     async with attached(2, chunks=8, overflow=way) as (writer, readers):
         for number in range(8):
             writer.enqueue_nowait(bytes([number]) * BIG)
+        monkeypatch.undo()
         await writer.aclose()
         for reader in readers:
             assert [await reader.dequeue(5) for _ in range(8)] == [bytes([number]) * BIG for number in range(8)]
             with pytest.raises(QueueClosed):
                 await reader.dequeue(5)
-
-
-async def test_a_full_ring_can_be_read_by_who_subscribes_when_the_writer_closes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(overflow_sockets.OverflowPublisher, "look", lambda _self: False)
-    async with attached(2, chunks=4, overflow="zmq") as (writer, readers):
-        for number in range(4):
-            writer.enqueue_nowait(bytes([number]) * BIG)
-        monkeypatch.undo()
-        await writer.aclose()
-        for reader in readers:
-            assert [await reader.dequeue(5) for _ in range(4)] == [bytes([number]) * BIG for number in range(4)]
 
 
 @pytest.mark.parametrize(

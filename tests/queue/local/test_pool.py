@@ -169,7 +169,6 @@ async def test_the_default_ring_has_many_messages_of_every_size_on_the_way() -> 
 ALLOCATES = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="macOS allocates whole segments")
 
 CHUNK = 1 << 20
-NAMED = Options(backing="named")
 NAMED_RING: dict[str, Any] = {"chunk": CHUNK, "slots": 64, "codec": "raw", "backing": "named"}
 
 
@@ -203,7 +202,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @ALLOCATES
 async def test_new_named_queue_occupies_its_slots_only() -> None:
-    async with MessageQueue(1, 1, max_chunk_bytes=64 * CHUNK, options=NAMED) as mq:
+    async with MessageQueue(1, 1, max_chunk_bytes=64 * CHUNK, options=Options(backing="named")) as mq:
         assert 0 < allocated(mq) < 8 * CHUNK
 
 

@@ -102,12 +102,11 @@ class TestSleeping:
             await asyncio.sleep(0.1)
             assert asyncio.all_tasks() - tasks == {waiting}
             assert poller.stats.parks == 1, "nothing wakes it"
-            flags = [writer.end.ring.ring.readers_parked[0] for writer in writers[:3]]  # type: ignore[attr-defined]
-            assert flags == [1, 1, 1]
+            rings: list[Any] = [writer.end.ring.ring for writer in writers[:3]]  # type: ignore[attr-defined]
+            assert [ring.readers_parked[0] for ring in rings] == [1, 1, 1]
             await writers[1].enqueue("here")
             assert await waiting == (1, "here")
-            flags = [writer.end.ring.ring.readers_parked[0] for writer in writers[:3]]  # type: ignore[attr-defined]
-            assert flags == [0, 0, 0]
+            assert [ring.readers_parked[0] for ring in rings] == [0, 0, 0]
 
     async def test_closing_wakes_it(self) -> None:
         async with queues(2, 1) as (writers, readers):

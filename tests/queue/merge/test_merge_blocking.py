@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from typing import Any
 
 import pytest
-from faces import Thread, handling
+from faces import Thread, handling, interrupt_after
 from merging import all_asleep, blocking_queues
 from support import eventually, raising
 
@@ -34,13 +32,8 @@ def test_what_a_handler_raises_ends_the_wait_and_loses_nothing() -> None:
     with handling(raising(KeyboardInterrupt("by a signal"))):
         with blocking_queues(2) as (writers, readers):
             merged = merge(readers)
-
-            def interrupt() -> None:
-                all_asleep(readers)
-                os.kill(os.getpid(), signal.SIGUSR1)
-
             for number in range(5):
-                interrupting = Thread(interrupt)
+                interrupting = interrupt_after(all_asleep, readers)
                 with pytest.raises(KeyboardInterrupt, match="by a signal"):
                     next(merged)
                 interrupting.result()
@@ -50,7 +43,6 @@ def test_what_a_handler_raises_ends_the_wait_and_loses_nothing() -> None:
 
 def test_handler_that_iterates_over_the_merge_it_has_interrupted_is_refused() -> None:
     refused: list[RoleError] = []
-
     with blocking_queues(1) as (writers, readers):
         merged = merge(readers)
 
@@ -60,12 +52,8 @@ def test_handler_that_iterates_over_the_merge_it_has_interrupted_is_refused() ->
             refused.append(caught.value)
             writers[0].enqueue("after", 20)
 
-        def interrupt() -> None:
-            all_asleep(readers)
-            os.kill(os.getpid(), signal.SIGUSR1)
-
         with handling(handle):
-            interrupting = Thread(interrupt)
+            interrupting = interrupt_after(all_asleep, readers)
             assert next(merged) == (0, "after")
             interrupting.result()
             assert len(refused) == 1
@@ -104,9 +92,7 @@ def test_reader_that_a_thread_acquires_at_the_same_moment_is_left_out(monkeypatc
 
 
 @pytest.mark.parametrize("kept", ["message", "error"])
-def test_what_an_interrupted_call_has_left_is_given_out_though_the_reader_is_not_ready(
-    kept: str,
-) -> None:
+def test_what_an_interrupted_call_has_left_is_given_out_though_the_reader_is_not_ready(kept: str) -> None:
     with blocking_queues(1, ready=False) as (_, readers):
         merged = merge(readers, errors="yield")
         if kept == "message":

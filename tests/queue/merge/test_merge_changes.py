@@ -15,16 +15,7 @@ from merging import all_asleep, asleep, blocking_queues, queues, take
 from receiving import Decoded
 from support import eventually
 
-from aioshm import (
-    CodecError,
-    EndClosed,
-    MessageQueue,
-    PeerDied,
-    QueueRestarted,
-    RoleError,
-    blocking,
-    merge,
-)
+from aioshm import CodecError, EndClosed, MessageQueue, PeerDied, QueueRestarted, RoleError, blocking, merge
 from aioshm.queue.merge import Merged
 
 

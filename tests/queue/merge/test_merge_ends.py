@@ -229,7 +229,6 @@ class TestDamage:
         async with queues(2) as (writers, readers):
             await writers[0].enqueue(b"x" * BIG)
             merged = merge(readers, errors="yield")
-
             with monkeypatch.context() as patch:
                 patch.setattr(readers[0].end.source.overflow, "body", raising(SharedMemoryError("no room")))  # type: ignore[attr-defined]
                 for _ in range(3):

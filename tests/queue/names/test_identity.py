@@ -114,10 +114,7 @@ async def test_a_reader_goes_on_with_the_next_writer(identity: Path, secure: boo
     async with reading(handle) as reader:
         for incarnation in range(3):
             async with first if not incarnation else new_writer(identity, options=options) as writer:
-                again = writer.export_handle()
-                assert again.remote is not None
-                assert handle.remote is not None
-                assert (again.remote.data, again.remote.control) == (handle.remote.data, handle.remote.control)
+                assert writer.export_handle().remote == handle.remote
                 topics.add(writer.end.network.topic)  # type: ignore[union-attr]
                 starting = asyncio.ensure_future(writer.wait_until_ready(20))
                 if incarnation:
@@ -330,7 +327,6 @@ def test_where_it_cannot_be_written(identity: Path, monkeypatch: pytest.MonkeyPa
         new_writer("/no/where")
     write = files._write
     refuse = raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-
     with monkeypatch.context() as patch:
         patch.setattr(files, "_write", refuse)
         with pytest.raises(SharedMemoryError, match=r"steps\.identity: No space left") as caught:
@@ -345,10 +341,7 @@ def test_where_it_cannot_be_written(identity: Path, monkeypatch: pytest.MonkeyPa
     handle = made(identity)
     with monkeypatch.context() as patch:  # nor is anything new to be kept from here on
         patch.setattr(files, "_write", refuse)
-        again = made(identity)
-    assert handle.remote is not None
-    assert again.remote is not None
-    assert handle.remote.control == again.remote.control
+        assert made(identity).remote == handle.remote
 
 
 def test_a_port_that_another_process_has(identity: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import pytest
 from children import child
 from faces import Thread
 from receiving import acquire_read, dequeue, dequeue_many, dequeue_nowait, lease
-from support import HELPERS, cancelled_after, eventually, until
+from support import HELPERS, cancelled, cancelled_after, eventually, until
 
 from aioshm import (
     EndClosed,
@@ -356,8 +356,7 @@ async def test_a_writer_that_goes_before_all_are_ready_was_none() -> None:
             starting = asyncio.ensure_future(writer.wait_until_ready(20))
             waiting = asyncio.ensure_future(reader.dequeue(20))
             await until(lambda: writer.stats().readers == 1)
-            starting.cancel()
-            await asyncio.wait([starting])
+            await cancelled(starting)
         async with new_writer() as writer:
             await writer.enqueue("at last", 20)
             assert await waiting == "at last"

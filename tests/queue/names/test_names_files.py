@@ -100,8 +100,7 @@ async def test_what_others_have_left_is_removed_and_what_they_have_is_not(names:
 
 
 @pytest.mark.parametrize(
-    ("step", "code"),
-    [("open", errno.EROFS), ("write", errno.ENOSPC), ("link", errno.EDQUOT), ("rename", errno.EIO)],
+    ("step", "code"), [("open", errno.EROFS), ("write", errno.ENOSPC), ("link", errno.EDQUOT), ("rename", errno.EIO)]
 )
 async def test_a_directory_that_takes_no_files(
     names: Path, step: str, code: int, monkeypatch: pytest.MonkeyPatch

@@ -116,10 +116,6 @@ def test_python_ends_all_the_same(role: str) -> None:
 # Readers in processes that are killed or stopped
 
 
-SLACK_S = 0.5
-"""For a machine with other things to do."""
-
-
 async def test_a_reader_that_is_stopped_for_a_while_loses_nothing() -> None:
     async with wide_writer(0, 1, remote_timeout=2 * TIMEOUT_S, remote_window=100) as writer:
         async with child("collect", writer.export_handle().to_json(), "0") as reader:

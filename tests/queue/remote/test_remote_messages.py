@@ -65,10 +65,7 @@ async def test_message_whose_connection_ends_between_its_parts_comes_whole(how: 
             await writer.enqueue({"number": number, "array": array(number, 4 << 20)})
             link: Any = reader.end.source
             await until(lambda link=link: link._assembly._filled > 0, "the first part")
-            if how == "truncate":
-                data.truncate()
-            else:
-                data.cut(reset=how == "reset")
+            data.truncate() if how == "truncate" else data.cut(reset=True)
             data.delay_s = 0.0
             received = await receiving
             assert received["number"] == number

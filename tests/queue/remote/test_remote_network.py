@@ -118,10 +118,7 @@ async def test_a_network_that_swallows_everything_for_too_long(how: str) -> None
         receiving = asyncio.ensure_future(receive())
         await until(lambda: len(received) > 10)
         for proxy in proxies:
-            if how == "stall":
-                proxy.stall()
-            else:
-                proxy.refuse()
+            getattr(proxy, how)()
         began = time.monotonic()
         for ending, rank, side in ((sending, 0, "reader"), (receiving, -1, "writer")):
             with pytest.raises(PeerDied) as caught:

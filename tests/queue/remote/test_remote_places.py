@@ -12,14 +12,7 @@ from proxy import proxied, through_proxies
 from remotes import ready_ends, wide_writer
 from replacing import REMOTE_TIMEOUT_S, becomes, bereaved, elsewhere, joined, lose_reader, state
 
-from aioshm import (
-    HandleError,
-    MessageQueue,
-    NoPlaceVacant,
-    PeerClosed,
-    PeerDied,
-    ReaderEvicted,
-)
+from aioshm import HandleError, MessageQueue, NoPlaceVacant, PeerClosed, PeerDied, ReaderEvicted
 from aioshm.queue.remote import readers, source, wire
 
 pytestmark = pytest.mark.slow_on_uvloop

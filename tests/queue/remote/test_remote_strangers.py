@@ -125,9 +125,7 @@ def test_without_encryption_pickle_is_refused_at_both_ends() -> None:
     asyncio.run(writer.aclose())
 
 
-async def test_without_encryption_a_stranger_gets_nothing_and_changes_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_without_encryption_a_stranger_gets_nothing_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async with ready_ends(0, 1, codec="msgpack", secure=False) as (writer, (reader,)):
         remote = writer.export_handle().remote
         assert remote is not None
@@ -135,8 +133,6 @@ async def test_without_encryption_a_stranger_gets_nothing_and_changes_nothing(
         try:
             sub = context.socket(zmq.SUB)
             dealer = context.socket(zmq.DEALER)
-            for sock in (sub, dealer):
-                sock.linger = 0
             sub.subscribe(b"")
             sub.subscribe(bytes(wire.ADDRESS_BYTES))
             sub.connect(remote.data)
