@@ -29,6 +29,7 @@ from aioshm.engine import (
     run_engine_core,
 )
 
+LOOPBACK = "tcp://127.0.0.1:0"
 NAME_WITHIN_S = 0.2
 
 

@@ -16,10 +16,7 @@ import pytest
 
 from aioshm.engine import report_usage_stats
 
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> None:
-    """Replace the check of the other tests: nothing is opened or started here."""
+pytestmark = pytest.mark.opens_nothing
 
 
 @pytest.fixture(autouse=True)

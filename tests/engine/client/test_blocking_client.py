@@ -22,13 +22,9 @@ from managed import gone
 from served_engine import Engine, ask, here_and_there, stop
 from startups import starting, tasks
 from supervised import serve
-from support import eventually
+from support import eventually, forked
 
-from aioshm.engine import (
-    ClientOptions,
-    get_engine_client_zmq_addr,
-    run_engine_core,
-)
+from aioshm.engine import ClientOptions, get_engine_client_zmq_addr, run_engine_core
 from aioshm.engine.blocking import CoreEngineLaunch, EngineClient, OutputStream, launch_core_engines
 from aioshm.errors import (
     CallFailed,
@@ -321,23 +317,17 @@ class TestEnding:
         with served() as client:
             stream = client.submit(ask("a", None))
             next(stream)
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                with suppress(BaseException):
-                    for attempt in (
-                        lambda: next(stream),
-                        lambda: client.call("add", 1),
-                        lambda: client.submit(ask("b")),
-                    ):
-                        with pytest.raises(RoleError, match="not to its child"):
-                            attempt()
-                    client.close()
-                    stream.close()
-                    code = 0
-                os._exit(code)
-            eventually(lambda: gone(pid), "the end of the child")
-            assert os.waitpid(pid, 0)[1] == 0
+            uses = (lambda: next(stream), lambda: client.call("add", 1), lambda: client.submit(ask("b")))
+
+            def is_refused_and_closes(_: object) -> bool:
+                for use in uses:
+                    with pytest.raises(RoleError, match="not to its child"):
+                        use()
+                client.close()
+                stream.close()
+                return True
+
+            assert forked(is_refused_and_closes, None)()
             assert client.call("report", engine=0)["open"] == ["a"]
 
     @pytest.mark.parametrize("ending", ["os.kill(os.getpid(), 2)", "pid = os.fork()"])

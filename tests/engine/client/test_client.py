@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from iterating import END, WAYS, by_aclosing
-from served_engine import Engine, ask, begun, collected, here_and_there, served, until
+from served_engine import LOOPBACK, Engine, ask, begun, collected, here_and_there, served, until
+from support import cancelled, cancelled_after
 from typed_messages import Output, Request
 
 from aioshm.engine import ClientOptions, CoreEngine, EngineClient, EngineZmqAddresses
@@ -29,8 +30,6 @@ from aioshm.errors import (
 )
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
-
-LOOPBACK = "tcp://127.0.0.1:0"
 
 
 class TestStreams:
@@ -106,8 +105,7 @@ class TestLeaving:
 
             task = asyncio.create_task(collected(client.submit(ask("cancelled", None))))
             await until(lambda: engine.given.get("cancelled"))
-            task.cancel()
-            await asyncio.wait([task])
+            await cancelled(task)
             await until(lambda: engine.aborted[3:] == ["cancelled"])
 
             await client.abort(["nobody"])
@@ -134,16 +132,8 @@ class TestLeaving:
         async with served(Engine(), Engine()) as serving:
             client = serving.client
             for number in range(80):
-                task = asyncio.create_task(collected(client.submit(ask(f"{number}", number % 7 + 1))))
-                for _ in range(number % 11):
-                    await asyncio.sleep(0)
-                task.cancel()
-                await asyncio.wait([task])
-                call = asyncio.create_task(client.call("add", 1))
-                for _ in range(number % 5):
-                    await asyncio.sleep(0)
-                call.cancel()
-                await asyncio.wait([call])
+                await cancelled_after(collected(client.submit(ask(f"{number}", number % 7 + 1))), number % 11)
+                await cancelled_after(client.call("add", 1), number % 5)
             assert client.in_flight == 0
             assert not client._link.pending.calls
             assert await client.call("add", 1, 2) == [3, 3]
@@ -266,8 +256,7 @@ class TestRemoval:
             with pytest.raises(ValueError, match="engine 1 is being removed"):
                 client.add_engine(2)
             if first == "is cancelled":
-                removals[0].cancel()
-                await asyncio.wait([removals[0]])
+                await cancelled(removals[0])
                 with pytest.raises(EngineDead, match="engine 1 is being taken out of service"):
                     client.submit(ask("b"), engine=1)
                 await stream.aclose()
@@ -344,8 +333,7 @@ class TestLife:
             stream = serving.client.submit(ask("a", None))
             closing = asyncio.create_task(serving.client.aclose())
             await asyncio.sleep(0)
-            closing.cancel()
-            await asyncio.wait([closing])
+            await cancelled(closing)
             with pytest.raises(QueueClosed):
                 await anext(stream)
             await until(lambda: not serving.engines[0].requests)

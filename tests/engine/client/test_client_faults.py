@@ -10,21 +10,15 @@ import pytest
 import zmq
 from loops import open_fds
 from peers import received
-from served_engine import Engine, ask, clients_of, collected, here_and_there, served, until
+from served_engine import LOOPBACK, Engine, ask, clients_of, collected, here_and_there, served, until
 from support import eventually
 from typed_messages import Output
 
 from aioshm.config import Options
 from aioshm.engine import EngineZmqAddresses, get_engine_client_zmq_addr
-from aioshm.errors import (
-    EngineDead,
-    MessageTooLarge,
-    RequestFailed,
-)
+from aioshm.errors import EngineDead, MessageTooLarge, RequestFailed
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
-
-LOOPBACK = "tcp://127.0.0.1:0"
 
 
 class Explained(msgspec.Struct):

@@ -14,13 +14,7 @@ from served_engine import Engine, Gated, ask, begun, clients_of, collected, here
 from support import cancelled
 
 from aioshm.engine.protocol.messages import PauseMode
-from aioshm.errors import (
-    CallFailed,
-    EngineDead,
-    QueueClosed,
-    RequestAborted,
-    RoleError,
-)
+from aioshm.errors import CallFailed, EngineDead, QueueClosed, RequestAborted, RoleError
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
@@ -356,15 +350,10 @@ class TestEnginesOfVllm:
             client = serving.client
             with zmq.Context() as context, BareEngine(context, client, vllm_version="0.33.0") as engine:
                 await client.wait_until_ready(30)
-                calls: list[tuple[Any, asyncio.Task[None]]] = [
-                    (["pause_scheduler", ["wait"]], asyncio.create_task(client.pause())),
-                    (["pause_scheduler", ["keep"]], asyncio.create_task(client.pause("keep"))),
-                    (["pause_scheduler", ["abort"]], asyncio.create_task(client.pause("abort"))),
-                ]
-                for expected, _ in calls:
-                    assert await answered(engine) == expected
-                for _, task in calls:
-                    await task
+                pauses = [asyncio.create_task(client.pause(mode)) for mode in MODES]
+                for mode in ("wait", "abort", "keep"):
+                    assert await answered(engine) == ["pause_scheduler", [mode]]
+                await asyncio.gather(*pauses)
                 resuming = asyncio.create_task(client.resume())
                 assert await answered(engine) == ["resume_scheduler", []]
                 await resuming

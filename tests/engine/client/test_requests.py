@@ -17,6 +17,7 @@ import pytest
 import zmq
 from peers import BareEngine
 from served_engine import Engine, Gated, ask, begun, clients_of, collected, here_and_there, served, until
+from support import cancelled
 
 from aioshm.engine import EngineClient
 from aioshm.engine.client import requests
@@ -101,8 +102,7 @@ async def test_stream_that_is_dropped_after_a_timeout_aborts() -> None:
 @pytest.mark.parametrize("first", ["output", "timeout"])
 async def test_output_in_the_iteration_of_the_timeout_is_returned(first: str) -> None:
     async with served(Engine()) as serving:
-        stream = serving.client.submit(ask("a", None))
-        await stream.next()
+        stream = await begun(serving.client, "a")
         loop = asyncio.get_running_loop()
         waiting = asyncio.create_task(stream.next(timeout=0.02))
         await asyncio.sleep(0)
@@ -113,21 +113,17 @@ async def test_output_in_the_iteration_of_the_timeout_is_returned(first: str) ->
 
 async def test_output_in_the_iteration_of_a_cancellation_is_returned_next() -> None:
     async with served(Engine()) as serving:
-        stream = serving.client.submit(ask("a", None))
-        await stream.next()
+        stream = await begun(serving.client, "a")
         waiting = asyncio.create_task(stream.next(LONG_S))
         await asyncio.sleep(0)
         stream.inbox.put("planted")
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        assert waiting.cancelled()
+        await cancelled(waiting)
         assert await stream.next(LONG_S) == "planted"
 
 
 async def test_second_task_is_refused_and_the_first_keeps_its_limit() -> None:
     async with served(Engine()) as serving:
-        stream = serving.client.submit(ask("a", None))
-        await stream.next()
+        stream = await begun(serving.client, "a")
         waiting = asyncio.create_task(stream.next(0.05))
         await asyncio.sleep(0)
         for limit in (SILENCE_S, None):
@@ -222,8 +218,7 @@ async def test_id_of_a_request_that_somebody_waits_for_is_refused() -> None:
         await asyncio.sleep(0)
         with pytest.raises(ValueError, match="another request in flight"):
             serving.client.submit(ask("a"))
-        waiting.cancel()
-        await asyncio.wait([waiting])
+        await cancelled(waiting)
 
 
 async def test_request_of_a_restarted_front_end_replaces_that_of_its_life_before() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from members import meet
-from support import eventually
+from support import eventually, until
 
 from aioshm import HandleError, QueueClosed
 from aioshm.engine.compat.vllm import (
@@ -183,8 +183,7 @@ class TestShutdown:
         with ExitStack() as stack:
             _, [reader] = await asyncio.to_thread(stack.enter_context, attached())
             waiting = submit(reader.dequeue)
-            while not waits(reader)():
-                await asyncio.sleep(0.001)
+            await until(waits(reader), "parking")
             reader.shutdown()
             with pytest.raises(RuntimeError, match=r"^cancelled$"):
                 waiting.result(WITHIN_S)
@@ -339,13 +338,11 @@ def a_class(source: str = METHODS) -> Any:
 def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Put modules in place that have the names of vLLM's, and the queue that its own has."""
     made: dict[str, Any] = {}
-    for name in [QUEUE_MODULE, "vllm.v1.executor.multiproc_executor", "another.plugin"]:
-        module: Any = ModuleType(name)
-        monkeypatch.setitem(sys.modules, name, module)
-        made[name] = module
     own = a_class()
-    for module in made.values():
-        module.MessageQueue = own
+    for name in [QUEUE_MODULE, "vllm.v1.executor.multiproc_executor", "another.plugin"]:
+        made[name] = ModuleType(name)
+        made[name].MessageQueue = own
+        monkeypatch.setitem(sys.modules, name, made[name])
     monkeypatch.setenv("AIOSHM_VLLM", "1")
     return made
 

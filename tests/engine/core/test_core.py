@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from peers import BareFrontEnd
+from loops import turns
+from peers import BareFrontEnd, pack
 from served_engine import Engine, Serving, ask, begun, collected, here_and_there, served, until
 from startups import tasks
+from support import cancelled
 
 from aioshm.engine import (
     CoreEngine,
@@ -31,8 +33,6 @@ from aioshm.errors import EngineDead, RequestAborted, RequestFailed
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
-encode = msgspec.msgpack.encode
-
 
 class Stepless(Engine):
     step = None  # type: ignore[assignment]
@@ -45,12 +45,12 @@ class TestBadFrames:
             (b"", []),
             (b"\x00", []),
             (b"\x00", [b""]),
-            (b"\x00", [encode({"no": "id"})]),
+            (b"\x00", [pack({"no": "id"})]),
             (b"\x00", [b"\x91" * 3000]),
-            (b"\x01", [encode("a")]),
-            (b"\x01", [encode([1, None, "nobody's"])]),
-            (b"\x02", [encode([5, 0])]),
-            (b"\x03", [encode([0, "id", "add", []])]),
+            (b"\x01", [pack("a")]),
+            (b"\x01", [pack([1, None, "nobody's"])]),
+            (b"\x02", [pack([5, 0])]),
+            (b"\x03", [pack([0, "id", "add", []])]),
             (b"\x09", [b""]),
             (b"\x00" * 50, [b""]),
         ],
@@ -64,25 +64,21 @@ class TestBadFrames:
             assert len(await collected(serving.client.submit(ask("a")))) == 3
             assert await serving.client.call("add", 1) == [2]
             warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-            assert len(warnings) == (0 if frames == [encode([1, None, "nobody's"])] else 1)
+            assert len(warnings) == (0 if frames == [pack([1, None, "nobody's"])] else 1)
 
     async def test_an_output_that_cannot_be_encoded_fails_its_request_only(self) -> None:
         class Mumbling(Engine):
             def add_request(self, request: Any) -> None:
                 super().add_request(request)
-                if request.get("mumble"):
-                    last = {
-                        "request_id": request["request_id"],
-                        "what": object(),
-                        "finished": request["mumble"] == "last",
-                    }
-                    self.requests[request["request_id"]] = {"output": last}
+                if "finished" in request:
+                    output = {**request, "what": object()}
+                    self.requests[request["request_id"]] = {"output": output}
 
         async with served(Mumbling()) as serving:
             good = serving.client.submit(ask("good", 5))
-            for number, mumble in enumerate(("last", "first")):
+            for finished in (True, False):
                 with pytest.raises(RequestFailed, match="cannot encode"):
-                    await collected(serving.client.submit(ask(str(number), mumble=mumble)))
+                    await collected(serving.client.submit(ask(f"{finished}", finished=finished)))
             assert len(await collected(good)) == 5
             assert len(await collected(serving.client.submit(ask("next")))) == 3
 
@@ -166,17 +162,14 @@ class TestEndings:
             assert time.monotonic() - began < LINGER_MS / 1000
 
     async def test_cancelled_at_any_moment_of_its_start(self) -> None:
-        for turns in range(0, 64, 4):
+        for moment in range(0, 64, 4):
             handshake = get_engine_client_zmq_addr(True, "")
             addresses = here_and_there()
             async with EngineClient(addresses, 1):
                 async with EngineStartupCoordinator(handshake, [CoreEngine(0)], addresses):
                     engine = asyncio.create_task(run_engine_core(Engine(is_async=True), handshake, 0))
-                    for _ in range(turns):
-                        await asyncio.sleep(0)
-                    engine.cancel()
-                    await asyncio.wait([engine])
-                    assert engine.cancelled()
+                    await turns(moment)
+                    await cancelled(engine)
 
     async def test_addresses_that_make_no_sense(self, path: str) -> None:
         addresses = EngineZmqAddresses(["ipc:///x/in"], [])
@@ -189,7 +182,7 @@ async def _greet(path: str, addresses: EngineZmqAddresses) -> None:
     """Answer one HELLO."""
     with zmq.Context() as context, closing(BareFrontEnd(context, path, b"\0\0")) as front:
         await front.hears()
-        front.says(encode({"addresses": addresses, "parallel_config": {}}))
+        front.says(pack({"addresses": addresses, "parallel_config": {}}))
         front.router.close(linger=1000)
 
 
@@ -222,7 +215,7 @@ class Parts(Engine):
 
 def send(serving: Serving, kind: bytes, payload: Any, client: int = 1) -> None:
     """Send a message as a front end of another maker does."""
-    serving.clients[client]._link.sockets.send(b"\0\0", kind, [encode(payload)])
+    serving.clients[client]._link.sockets.send(b"\0\0", kind, [pack(payload)])
 
 
 async def handled(serving: Serving, client: int = 1) -> None:

@@ -24,28 +24,23 @@ IDLE = [0, 0, 0.0]
 pytestmark = [pytest.mark.usefixtures("nothing_kept"), pytest.mark.slow_on_uvloop]
 
 
-async def some_traffic(coordinator: DPCoordinator, keys: EngineKeys | None = None) -> None:
-    with Peers(places(coordinator), keys) as peers:
-        engines = await peers.engines(2)
-        front_end = await peers.front_end()
-        reporter = peers.reporter(1)
-        await reporter.send(counts(1, 3, 4))
-        await reporter.send(start(1, 0))
-        assert [await starts(each) for each in engines] == [(0, 1), (0, 1)]
-        await until(front_end, [[[0, 0, 0.0], [3, 4, 0.0]], 0, True])
-
-
-class TestLife:
-    @pytest.mark.parametrize("local", [True, False])
-    async def test_coordinator_serves_and_ends(self, local: bool) -> None:
-        keys = EngineKeys.generate()
-        async with await DPCoordinator.start(2, local_engines=local, local_front_ends=local, keys=keys) as coordinator:
-            assert coordinator.proc.name == "DPCoordinator"
-            for place in places(coordinator):
-                assert place.startswith("ipc://" if local else "tcp://127.0.0.1:")
-                assert not place.endswith(":0")
-            await some_traffic(coordinator, None if local else keys)
-        assert coordinator.finished_procs() == {"DPCoordinator": 0}
+@pytest.mark.parametrize("local", [True, False])
+async def test_coordinator_serves_and_ends(local: bool) -> None:
+    keys = EngineKeys.generate()
+    async with await DPCoordinator.start(2, local_engines=local, local_front_ends=local, keys=keys) as coordinator:
+        assert coordinator.proc.name == "DPCoordinator"
+        for place in places(coordinator):
+            assert place.startswith("ipc://" if local else "tcp://127.0.0.1:")
+            assert not place.endswith(":0")
+        with Peers(places(coordinator), None if local else keys) as peers:
+            engines = await peers.engines(2)
+            front_end = await peers.front_end()
+            reporter = peers.reporter(1)
+            await reporter.send(counts(1, 3, 4))
+            await reporter.send(start(1, 0))
+            assert [await starts(each) for each in engines] == [(0, 1), (0, 1)]
+            await until(front_end, [[[0, 0, 0.0], [3, 4, 0.0]], 0, True])
+    assert coordinator.finished_procs() == {"DPCoordinator": 0}
 
 
 class TestFailure:

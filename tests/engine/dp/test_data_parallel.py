@@ -9,13 +9,9 @@ from typing import Any
 
 import pytest
 from peers import Peers, pack, places, published
-from served_engine import Engine, Serving, ask, collected, here_and_there, served, until
+from served_engine import LOOPBACK, Engine, Serving, ask, collected, here_and_there, served, until
 
-from aioshm.engine import (
-    DPCoordinator,
-    EngineKeys,
-    EngineZmqAddresses,
-)
+from aioshm.engine import DPCoordinator, EngineKeys, EngineZmqAddresses
 from aioshm.engine.protocol.messages import PauseMode
 from aioshm.errors import RequestAborted
 
@@ -114,14 +110,13 @@ async def test_keys_admit_engines_and_clients_over_tcp() -> None:
     """The coordinator's sockets, too: engines subscribe and report with theirs, the client gets counts with its own."""
     agreement = Agreement(2)
     keys = EngineKeys.generate()
-    loopback = "tcp://127.0.0.1:0"
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(
             await DPCoordinator.start(2, local_engines=False, local_front_ends=False, keys=keys)
         )
-        addresses = coordinated(coordinator, EngineZmqAddresses([loopback], [loopback]))
+        addresses = coordinated(coordinator, EngineZmqAddresses([LOOPBACK], [LOOPBACK]))
         serving = await stack.enter_async_context(
-            served(Rank(agreement), Rank(agreement), addresses=addresses, handshake=loopback, keys=keys)
+            served(Rank(agreement), Rank(agreement), addresses=addresses, handshake=LOOPBACK, keys=keys)
         )
         for number in range(4):  # each to one engine, while both are paused
             async with asyncio.timeout(20):

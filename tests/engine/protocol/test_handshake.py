@@ -26,6 +26,8 @@ NEW, CONNECTED, READY = CoreEngineState
 encode = msgspec.msgpack.encode
 decode = msgspec.msgpack.decode
 
+pytestmark = pytest.mark.opens_nothing
+
 # The bytes of vLLM's releases, built from their definitions.
 HELLO_0_9_1 = b"\x82\xa6status\xa5HELLO\xa5local\xc3"
 HELLO_LATER = b"\x83\xa6status\xa5HELLO\xa5local\xc3\xa8headless\xc2"
@@ -60,11 +62,6 @@ PARALLEL = {
     "_coord_store_port": 0,
     "data_parallel_size": 2,
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> None:
-    """Replace the check of the other tests: nothing is opened or started here."""
 
 
 def front_end(*engines: CoreEngine, **options: Any) -> FrontEndHandshake:
@@ -133,15 +130,10 @@ class TestFrontEnd:
     def test_unknown_fields_are_kept(self) -> None:
         front = front_end(CoreEngine(0))
         front.receive(b"\0\0", hello(new={"in": [2040]}))
-        front.receive(b"\0\0", ready(max_model_len=4096, parallel_config_hash="x", dp_stats_address="tcp://s"))
+        fields = {"max_model_len": 4096, "parallel_config_hash": "x", "dp_stats_address": "tcp://s"}
+        front.receive(b"\0\0", ready(**fields))
         assert front.hello[0]["new"] == {"in": [2040]}
-        assert front.ready[0] == {
-            "status": "READY",
-            "local": True,
-            "max_model_len": 4096,
-            "parallel_config_hash": "x",
-            "dp_stats_address": "tcp://s",
-        }
+        assert front.ready[0] == {"status": "READY", "local": True, **fields}
         assert (front.parallel_config_hash, front.stats_address) == ("x", "tcp://s")
         front = at(READY)
         assert (front.num_gpu_blocks, front.parallel_config_hash, front.stats_address) == (None, None, None)
@@ -256,9 +248,8 @@ class TestRefusals:
         front = at(CONNECTED)
         front.receive(b"\0\0", hello())
         front.receive(b"\0\0", ready(parallel_config_hash="aaaa"))
-        with pytest.raises(
-            HandshakeError, match=r"engine 1 in state CONNECTED: .*'bbbb', expected 'aaaa', that of engine 0"
-        ):
+        text = r"engine 1 in state CONNECTED: .*'bbbb', expected 'aaaa', that of engine 0"
+        with pytest.raises(HandshakeError, match=text):
             front.receive(b"\x01\0", ready(parallel_config_hash="bbbb"))
         assert front.receive(b"\x01\0", ready(parallel_config_hash="aaaa")) is None
         assert front.parallel_config_hash == "aaaa"

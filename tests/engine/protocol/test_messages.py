@@ -36,10 +36,7 @@ from aioshm.errors import CodecError, MessageTooLarge
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_data_path.json").read_text())
 
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> None:
-    """Replace the check of the other tests: nothing is opened or started here."""
+pytestmark = pytest.mark.opens_nothing
 
 
 def field(name: str) -> list[bytes]:
@@ -285,10 +282,8 @@ class TestArrays:
         ],
     )
     def test_list_that_is_no_array_stays_a_list(self, array: list[Any]) -> None:
-        frames = [
-            msgspec.msgpack.encode(["req", [1, 2, 300], None, None, None, 1.0, None, None, None, array]),
-            bytes(512),
-        ]
+        request = ["req", [1, 2, 300], None, None, None, 1.0, None, None, None, array]
+        frames = [msgspec.msgpack.encode(request), bytes(512)]
         assert PayloadDecoder().decode(frames)[9] == array
         with pytest.raises(CodecError, match="cannot decode"):
             PayloadDecoder(FieldRequest).decode(frames)
@@ -316,9 +311,8 @@ class TestArrays:
 
 class TestIds:
     def test_places(self) -> None:
-        assert (
-            request_id_of({"request_id": "a"}) == request_id_of(["a"]) == request_id_of(FieldRequest("a", None)) == "a"
-        )
+        for payload in ({"request_id": "a"}, ["a"], FieldRequest("a", None)):
+            assert request_id_of(payload) == "a"
         for payload in ({}, [], [1], 5, None, {"request_id": 5}):
             with pytest.raises(CodecError, match="request_id"):
                 request_id_of(payload)
@@ -329,13 +323,8 @@ class TestIds:
             FieldOutput("a", [], finish_reason=0),
         ):  # fmt: skip
             assert is_finished(last)
-        for more in (
-            {},
-            {"finish_reason": None, "finished": False},
-            ["a", [], 0, 0, 0, None],
-            ["a"],
-            FieldOutput("a", []),
-        ):
+        unfinished = {"finish_reason": None, "finished": False}
+        for more in ({}, unfinished, ["a", [], 0, 0, 0, None], ["a"], FieldOutput("a", [])):
             assert not is_finished(more)
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 import zmq
-from peers import BareEngine
+from peers import BareEngine, pack
 from served_engine import clients_of, collected, here_and_there
 from test_messages import HALVES, FieldOutput, FieldRequest, field
 
@@ -56,8 +56,8 @@ async def test_requests_and_outputs(output_type: Any) -> None:
 async def test_short_envelopes_are_envelopes() -> None:
     async with vllm_engine(FieldOutput) as (client, engine):
         stream = client.submit(FieldRequest("a", [1]))
-        engine.push.send(msgspec.msgpack.encode([0, [["a", [1]]]]))
-        engine.push.send(msgspec.msgpack.encode([0, [], None, 1.5, None, ["a"]]))
+        engine.push.send(pack([0, [["a", [1]]]]))
+        engine.push.send(pack([0, [], None, 1.5, None, ["a"]]))
         assert len(await collected(stream)) == 1
 
 
@@ -74,21 +74,17 @@ async def test_aborts_and_calls() -> None:
         for number in (1, 2):
             client.submit(FieldRequest(f"req-{number}", [1]))
             await engine.hears()
-            assert await engine.hears() == [b"\x01", msgspec.msgpack.encode([f"req-{number}"])]
+            assert await engine.hears() == [b"\x01", pack([f"req-{number}"])]
         calling = asyncio.create_task(client.call("collective_rpc", "echo", 1.5, None, ("x",), {"k": True}, engine=0))
         kind, payload = await engine.hears()
-        client_index, call_id, method, args = msgspec.msgpack.decode(payload)
-        assert (kind, client_index, method, args) == (
-            b"\x03",
-            0,
-            "collective_rpc",
-            ["echo", 1.5, None, ["x"], {"k": True}],
-        )
-        engine.push.send(msgspec.msgpack.encode([0, [], None, 1.0, [call_id, None, [None, [1]]]]))
+        client_index, call_id, *call = msgspec.msgpack.decode(payload)
+        assert (kind, client_index) == (b"\x03", 0)
+        assert call == ["collective_rpc", ["echo", 1.5, None, ["x"], {"k": True}]]
+        engine.push.send(pack([0, [], None, 1.0, [call_id, None, [None, [1]]]]))
         assert await calling == [1]
         calling = asyncio.create_task(client.call("x", engine=0))
         call_id = msgspec.msgpack.decode((await engine.hears())[1])[1]
-        engine.push.send(msgspec.msgpack.encode([0, [], None, 1.0, [call_id, "Call to x method failed: no", None]]))
+        engine.push.send(pack([0, [], None, 1.0, [call_id, "Call to x method failed: no", None]]))
         with pytest.raises(CallFailed, match="Call to x method failed: no"):
             await calling
 

@@ -121,37 +121,26 @@ def waves(n_engines: int = 2, **options: bool) -> Waves:
 
 
 def load(waiting: int = 0, running: int = 0, usage: float = 0.0, wave: int = 0, step: int = 0) -> SchedulerStats:
-    return SchedulerStats(
-        num_waiting_reqs=waiting,
-        num_running_reqs=running,
-        kv_cache_usage=usage,
-        current_wave=wave,
-        step_counter=step,
-    )
+    return SchedulerStats(running, waiting, step, wave, usage)
 
 
-class TestSubscriptions:
-    def test_ready_when_all_engines_are_subscribed_at_once(self) -> None:
-        made = Waves(2)
-        made.unsubscribe()  # of no engine: changes nothing
-        assert not made.subscribe()
-        made.unsubscribe()
-        assert not made.subscribe(), "one engine that lost its connection counts once"
-        assert (made.subscribed, made.ready) == (1, False)
-        assert made.subscribe()
-        assert made.ready
-        made.unsubscribe()
-        assert made.subscribe(), "an engine that comes back gets READY again"
+def test_ready_when_all_engines_are_subscribed_at_once() -> None:
+    made = Waves(2)
+    made.unsubscribe()  # of no engine: changes nothing
+    assert not made.subscribe()
+    made.unsubscribe()
+    assert not made.subscribe(), "one engine that lost its connection counts once"
+    assert (made.subscribed, made.ready) == (1, False)
+    assert made.subscribe()
+    assert made.ready
+    made.unsubscribe()
+    assert made.subscribe(), "an engine that comes back gets READY again"
 
 
 class TestUnknownEngines:
     def test_are_refused(self) -> None:
         made = waves(2)
-        for call in (
-            lambda: made.load(2, load(1, 1), 0),
-            lambda: made.start(2, 0),
-            lambda: made.complete(2, 0),
-        ):
+        for call in (lambda: made.load(2, load(1, 1), 0), lambda: made.start(2, 0), lambda: made.complete(2, 0)):
             with pytest.raises(ValueError, match="there is no engine 2: there are 2"):
                 call()
         assert made.publish(0) == ([[0, 0, 0.0]] * 2, 0, False)

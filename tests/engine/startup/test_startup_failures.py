@@ -43,19 +43,18 @@ def hold_stop(manager: FakeManager) -> tuple[asyncio.Event, asyncio.Event]:
     return stopping, go_on
 
 
-class TestFailure:
-    async def test_forgotten_startup_warns(self, path: str) -> None:
-        startup = starting(path)
-        startup.open()
-        router = startup._router
-        assert router is not None
-        router.pump.pause()  # as when the loop is closed
-        with pytest.warns(ResourceWarning, match="was not closed"):
-            del startup
-            router._on_message = None  # type: ignore[assignment]
-            await asyncio.sleep(0.01)
-            gc.collect()
-        assert not Path(path.removeprefix("ipc://")).exists()
+async def test_forgotten_startup_warns(path: str) -> None:
+    startup = starting(path)
+    startup.open()
+    router = startup._router
+    assert router is not None
+    router.pump.pause()  # as when the loop is closed
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        del startup
+        router._on_message = None  # type: ignore[assignment]
+        await asyncio.sleep(0.01)
+        gc.collect()
+    assert not Path(path.removeprefix("ipc://")).exists()
 
 
 class TestProcesses:
@@ -214,19 +213,6 @@ class TestProcesses:
 # Processes that go wrong at every phase: each is named, soon, and everything is stopped
 
 
-async def failure(manager: FakeManager, path: str) -> tuple[EngineStartupError, list[CoreEngine]]:
-    expected = [CoreEngine(rank) for rank in range(len(manager.processes))]
-    with pytest.raises(EngineStartupError) as caught:
-        await ready(path, expected, manager)
-    arrived = time.monotonic()
-    assert not Path(path.removeprefix("ipc://")).exists(), "the address is free again"
-    assert manager.closes == 1
-    assert all(process.exitcode is not None for process in manager.processes), "nothing runs any more"
-    said, _ = manager.processes[-1].said()
-    assert arrived - float(said) < WITHIN_S
-    return caught.value, expected
-
-
 @pytest.mark.parametrize(
     ("phase", "fault", "code", "text"),
     [
@@ -237,7 +223,15 @@ async def failure(manager: FakeManager, path: str) -> tuple[EngineStartupError, 
 )
 async def test_a_process_that_ends(path: str, phase: str, fault: str, code: int, text: str) -> None:
     async with managed(path, LOADING, (phase, fault)) as manager:
-        error, started = await failure(manager, path)
+        started = [CoreEngine(0), CoreEngine(1)]
+        with pytest.raises(EngineStartupError) as caught:
+            await ready(path, started, manager)
+        arrived = time.monotonic()
+        assert not Path(path.removeprefix("ipc://")).exists(), "the address is free again"
+        assert manager.closes == 1
+        assert all(process.exitcode is not None for process in manager.processes), "nothing runs any more"
+        assert arrived - float(manager.processes[1].said()[0]) < WITHIN_S
+        error = caught.value
         assert type(error) is EngineStartupError
         assert error.failed == {"EngineCore_1": code}
         pid = manager.processes[1].pid

@@ -15,7 +15,7 @@ import pytest
 import worker_targets as targets
 from managed import gone
 from support import eventually, until
-from test_calls import calls_of, changes_of
+from test_calls import calls_of, changes_of, fill
 
 from aioshm import WorkerDied
 from aioshm.engine import Restart, WorkerGroup
@@ -190,13 +190,7 @@ async def test_standby_that_dies_before_it_is_ready_is_replaced() -> None:
 async def test_calls_that_wait_for_room_at_a_stopped_worker_reach_its_replacement() -> None:
     async with group_of(max_chunk_bytes=1 << 10, max_chunks=2) as group:
         pid = group.pids[1]
-        process = group._session.ranks[1].process
-        assert process is not None
-        os.kill(pid, signal.SIGSTOP)
-        calls: list[asyncio.Task[Any]] = []
-        while not process.outbox:
-            calls.append(asyncio.create_task(group.call(1, "double", "x" * 2000)))
-            await asyncio.sleep(0)
+        calls = await fill(group)
         sent = len(calls) - 1
         calls += [asyncio.create_task(group.call(1, "begin", number)) for number in "ab"]
         assert await group.call(0, "add", timeout=60) == 0  # the other worker is not blocked

@@ -11,20 +11,14 @@ from typing import Any
 import pytest
 import worker_targets as targets
 from managed import gone
-from support import until
+from support import cancelled, until
 from test_calls import calls_of
+from test_replacing import group_of
 
 from aioshm import Options, QueueClosed, RoleError
-from aioshm.engine import Restart, WorkerGroup
 from aioshm.engine.workers.processes import Rank
 
 pytestmark = pytest.mark.slow_on_uvloop
-
-MANY = Restart(max_restarts=1000, backoff_s=0.001, backoff_max_s=0.01)
-
-
-def group_of(n_workers: int = 2, worker: Any = targets.Streaming, **options: Any) -> WorkerGroup:
-    return WorkerGroup(worker, n_workers, **{"restart": MANY, **options})
 
 
 async def test_scaling_with_calls_under_way_loses_none(tmp_path: Path) -> None:
@@ -78,9 +72,7 @@ async def test_cancelled_scaling_is_completed(tmp_path: Path) -> None:
         stream = group.stream(2, "count")
         scaling = asyncio.create_task(group.scale(1))
         await until(lambda: group._session.callable == 1)
-        scaling.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await scaling
+        await cancelled(scaling)
         go.touch()
         assert await held == "held"
         await until(lambda: group.n_workers == 1 and all(map(gone, pids[1:])))

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import worker_targets as targets
 from iterating import END, WAYS, by_aclosing, by_for
+from loops import turns
+from support import cancelled
 
 from aioshm import Options, QueueClosed, RequestAborted, WorkerDied, WorkerError
 from aioshm.engine import Restart, WorkerGroup
@@ -33,6 +35,14 @@ async def ended(group: WorkerGroup, *ends: str, rank: int = 0) -> None:
     assert all(end == wanted or (wanted == "left" and end in LEFT) for end, wanted in zip(seen, ends, strict=True)), (
         seen
     )
+
+
+async def is_idle_in_the_end(group: WorkerGroup) -> None:
+    """Wait until everything has ended in the worker, and see that it is idle for the driver, too."""
+    async with asyncio.timeout(30):
+        while group._session.ranks[0].sent:
+            await group.call(0, "add")
+    assert await group.call_any("add", timeout=60) == 0
 
 
 async def test_items_come_in_order_of_generators_of_either_kind_and_of_other_iterables() -> None:
@@ -121,9 +131,7 @@ async def test_consumer_that_is_cancelled_closes_the_generator_at_its_await() ->
         consumer = asyncio.ensure_future(anext(stream))
         probe = group.stream(0, "watch", prefetch=1)
         await anext(probe)  # the stream before has begun
-        consumer.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await consumer
+        await cancelled(consumer)
         await ended(group, "CancelledError")
         await probe.aclose()
         with pytest.raises(TimeoutError, match=r"^count_slowly: no answer from Worker_0 \(pid \d+\) within 0.05 s"):
@@ -164,8 +172,7 @@ async def test_timeout_for_one_item_ends_nothing() -> None:
         with pytest.raises(StopAsyncIteration):
             await stream.next(60)
         await busy
-        await until_idle(group)
-        assert await group.call_any("add", timeout=60) == 0
+        await is_idle_in_the_end(group)
 
 
 async def test_stream_that_was_left_raises_instead_of_ending() -> None:
@@ -198,8 +205,7 @@ async def test_stream_that_was_left_raises_instead_of_ending() -> None:
         for _ in range(2):
             with pytest.raises(WorkerError):
                 await anext(failing)
-        await until_idle(group)
-        assert await group.call_any("add", timeout=60) == 0
+        await is_idle_in_the_end(group)
 
 
 async def test_stream_cancelled_at_any_moment_loses_no_item_of_another_stream() -> None:
@@ -214,22 +220,12 @@ async def test_stream_cancelled_at_any_moment_loses_no_item_of_another_stream() 
                         taken.append(item)
 
             consumer = asyncio.create_task(consume(GENERATORS[number % 2], taken))
-            for _ in range(number // 2):
-                await asyncio.sleep(0)
-            consumer.cancel()
-            with suppress(asyncio.CancelledError):
-                await consumer
+            await turns(number // 2)
+            await cancelled(consumer)
             assert taken == list(range(len(taken)))
             assert await anext(other) == number
         await other.aclose()
-        await until_idle(group)
-        assert await group.call_any("add", timeout=60) == 0  # all have ended in the worker, too
-
-
-async def until_idle(group: WorkerGroup) -> None:
-    async with asyncio.timeout(30):
-        while group._session.ranks[0].sent:
-            await group.call(0, "add")
+        await is_idle_in_the_end(group)
 
 
 async def test_an_exception_comes_behind_the_items_before_it() -> None:
@@ -257,7 +253,7 @@ async def test_items_that_cannot_be_sent_or_received_end_it() -> None:
                     assert item == 0
             if args != ("driver",):  # the worker has noticed the error
                 assert "went on" not in (await group.call(0, "state"))[1]
-        await until_idle(group)
+        await is_idle_in_the_end(group)
         stream = group.stream(0, "close_badly", prefetch=1)
         assert await anext(stream) == 0
         await stream.aclose()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Any
 
 import pytest
 import worker_targets
-from placed import Placed
+from placed import CPUS, Placed
 from support import until
 
 from aioshm import Placement, WorkerDied
@@ -27,20 +26,18 @@ class PlacedWorker(worker_targets.Worker, Placed):
 
 def by_rank(asked: list[int]) -> Placement:
     """Return a placement, and note the ranks of its calls."""
-    if not hasattr(os, "sched_getaffinity"):
+    if not CPUS:
         pytest.skip("macOS has no CPU affinity")
-    allowed = sorted(os.sched_getaffinity(0))
 
     def env(rank: int) -> dict[str, str | None]:
         asked.append(rank)
         return {"PLACED": f"{rank}, call {len(asked)}"}
 
-    return Placement(env=env, cpus=lambda rank: [allowed[rank % len(allowed)]])
+    return Placement(env=env, cpus=lambda rank: [CPUS[rank % len(CPUS)]])
 
 
 def expected(rank: int) -> Any:
-    allowed = sorted(os.sched_getaffinity(0))
-    return {"PLACED": f"{rank}, call {rank + 1}", "UNWANTED": None}, [allowed[rank % len(allowed)]]
+    return {"PLACED": f"{rank}, call {rank + 1}", "UNWANTED": None}, [CPUS[rank % len(CPUS)]]
 
 
 async def test_replacements_and_more_workers_keep_the_placement_of_their_rank() -> None:

@@ -16,8 +16,9 @@ import psutil
 import pytest
 import uvloop
 import worker_targets as targets
-from managed import gone, open_things
-from support import cancelled_after, eventually, until
+from managed import gone
+from support import cancelled, cancelled_after, until
+from test_calls import fill
 
 from aioshm import CodecError, Options, QueueClosed, RoleError, WorkerDied, WorkerError
 from aioshm.engine import WorkerGroup
@@ -95,28 +96,20 @@ class TestStarting:
         assert "for readers to attach" not in caplog.text
         assert all(gone(pid) for pid in group.pids)
 
-    async def test_cancelled_at_any_moment_nothing_is_left(self) -> None:
-        async with group_of(1):  # what multiprocessing opens for good
-            pass
-        before = open_things()
+    async def test_cancelled_at_any_moment_nothing_is_left(self, nothing_kept: None) -> None:
         for delay in (0, 0.05):
             group = group_of(worker=targets.fails_to_start, kwargs={"failing": 1, "how": "hang"})
             entering = asyncio.create_task(group.__aenter__())
             await asyncio.sleep(delay)
-            entering.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await entering
+            await cancelled(entering)
             assert all(gone(pid) for pid in group.pids)
-        eventually(lambda: open_things() <= before, f"the end of {open_things() - before}")
 
     async def test_cancelled_start_closes_the_worker_that_was_created(self, tmp_path: Path) -> None:
         group = group_of(worker=targets.OneHangs, kwargs={"log": str(tmp_path)})
         entering = asyncio.create_task(group.__aenter__())
         await until((tmp_path / "made").exists)
         began = time.monotonic()
-        entering.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await entering
+        await cancelled(entering)
         assert time.monotonic() - began < 4, "a worker that is being made exits promptly"
         assert (tmp_path / "0").read_text() == "closed"
 
@@ -155,13 +148,7 @@ class TestDeath:
 
     async def test_death_fails_calls_that_wait_for_room_in_the_queue_of_a_stopped_worker(self) -> None:
         async with group_of(max_chunk_bytes=1 << 10, max_chunks=2, shutdown_timeout=0.2) as group:
-            process = group._session.ranks[1].process
-            assert process is not None
-            os.kill(group.pids[1], signal.SIGSTOP)
-            calls: list[asyncio.Task[Any]] = []
-            while not process.outbox:
-                calls.append(asyncio.create_task(group.call(1, "double", "x" * 2000)))
-                await asyncio.sleep(0)
+            calls = await fill(group)
             calls += [asyncio.create_task(group.broadcast("double", "x" * 2000)) for _ in range(3)]
             os.kill(group.pids[0], signal.SIGKILL)
             async with asyncio.timeout(20):
@@ -244,10 +231,9 @@ class TestSigterm:
 
 
 class TestClosing:
-    async def test_workers_are_closed_and_calls_and_streams_fail_and_nothing_is_left(self, tmp_path: Path) -> None:
-        async with group_of(1):  # what multiprocessing opens for good
-            pass
-        before = open_things()
+    async def test_workers_are_closed_and_calls_and_streams_fail_and_nothing_is_left(
+        self, tmp_path: Path, nothing_kept: None
+    ) -> None:
         async with group_of(worker=targets.Streaming, kwargs={"log": str(tmp_path)}) as group:
             pids = group.pids
             first = asyncio.create_task(group.join_first())
@@ -267,7 +253,6 @@ class TestClosing:
         await group.aclose()
         with pytest.raises(RoleError, match="once"):
             await group.__aenter__()
-        eventually(lambda: open_things() <= before, f"the end of {open_things() - before}")
 
     async def test_group_before_entering_and_after_closing_refuses_calls_and_streams(self) -> None:
         group = group_of(worker=targets.Streaming)
@@ -303,8 +288,7 @@ class TestClosing:
             await call
 
     @pytest.mark.parametrize("turns", [1, 5, None])
-    async def test_cancelled_close_kills_workers(self, turns: int | None, tmp_path: Path) -> None:
-        before = open_things()
+    async def test_cancelled_close_kills_workers(self, turns: int | None, tmp_path: Path, nothing_kept: None) -> None:
         options: dict[str, Any] = {"worker": targets.NeverCloses, "kwargs": {"log": str(tmp_path)}}
         group = await group_of(**options, shutdown_timeout=targets.LONG_S).__aenter__()
         call = asyncio.create_task(group.collective_rpc("slowly", (targets.LONG_S,)))
@@ -314,13 +298,10 @@ class TestClosing:
             else:
                 closing = asyncio.create_task(group.aclose())
                 await until((tmp_path / "closing").exists)
-                closing.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await closing
+                await cancelled(closing)
         assert all(gone(pid) for pid in group.pids)
         with pytest.raises(QueueClosed):
             await call
-        await until(lambda: open_things() <= before)
 
     def test_forgotten_group_warns_and_leaves_nothing(self) -> None:
         async def forget() -> list[int]:
