@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 from served_engine import ask, begun, collected, stop, until
-from startup.test_supervisor import MANY, serve
+from supervised import MANY, pids, serve
 from workers.worker_targets import Streaming, Worker
 
 from aioshm import WorkerDied, WorkerError
@@ -34,9 +32,7 @@ async def test_engines() -> None:
         stats = client.stats()
         assert (stats.requests, stats.failed, stats.in_flight, stats.missing) == (2, 0, 1, 0)
         assert (metric("engine_requests_total", client="0"), metric("engine_requests_in_flight", client="0")) == (2, 1)
-        victim = supervisor.engines[1].pid
-        assert victim is not None
-        stop(victim, signal.SIGKILL)
+        stop(pids(supervisor)[1])
         await until(lambda: supervisor.engines[1].restarts == 1 and client.stats().missing == 0)
         assert metric("engine_deaths_total", client="0") == 1
         assert metric("engine_failed_requests_total", client="0") == 1
@@ -63,7 +59,7 @@ async def test_workers() -> None:
         assert metric("worker_call_duration_seconds_count", group="Metered") == 3
         assert metric("worker_up", group="Metered", rank="1") == 1
         await group.collective_rpc("pid")  # the late call has ended: the next call is sent immediately
-        os.kill(group.pids[1], signal.SIGKILL)
+        stop(group.pids[1])
         with pytest.raises(WorkerDied):
             while True:
                 await group.collective_rpc("pid")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,8 @@ TWO_REMOTE = HandshakeOptions(client_handshake_address="ipc:///o", local=False)
 
 @pytest.fixture
 def front(path: str) -> Iterator[BareFrontEnd]:
-    with zmq.Context() as context:
-        made = BareFrontEnd(context, path, b"\x05\0")
+    with zmq.Context() as context, closing(BareFrontEnd(context, path, b"\x05\0")) as made:
         yield made
-        made.close()
 
 
 async def test_engine_that_cannot_be_made_is_never_ready(front: BareFrontEnd, path: str) -> None:
@@ -60,10 +59,8 @@ class TestTwoFrontEnds:
     @pytest.fixture
     def beside(self, tmp_path: Path) -> Iterator[tuple[BareFrontEnd, str]]:
         address = f"ipc://{tmp_path}/beside"
-        with zmq.Context() as context:
-            made = BareFrontEnd(context, address, b"\x05\0")
+        with zmq.Context() as context, closing(BareFrontEnd(context, address, b"\x05\0")) as made:
             yield made, address
-            made.close()
 
     async def test_the_whole_way(self, front: BareFrontEnd, path: str, beside: tuple[BareFrontEnd, str]) -> None:
         own, own_path = beside

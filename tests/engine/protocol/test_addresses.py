@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 
-from aioshm.engine import (
-    CoreEngine,
-    CoreEngineState,
-    StartupProgress,
-    Waiting,
-    get_engine_client_zmq_addr,
-)
+from aioshm.engine import CoreEngine, CoreEngineState, StartupProgress, Waiting, get_engine_client_zmq_addr
 from aioshm.engine.client.liveness import engine_of
 from aioshm.engine.protocol.addresses import engine_index
 from aioshm.engine.security.bound_sockets import check_handshake_address

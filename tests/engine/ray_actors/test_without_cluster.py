@@ -80,18 +80,17 @@ class TestErrors:
             EngineNeeds(**needs)
 
 
-class TestBundles:
-    @pytest.mark.parametrize(
-        ("needs", "bundles"),
-        [
-            ({}, [{"GPU": 1, "CPU": 1}]),
-            ({"world_size": 4, "device": "TPU", "cpus": 2.5}, [{"TPU": 4, "CPU": 2.5}]),
-            ({"world_size": 0}, [{"CPU": 1}]),
-            ({"world_size": 2, "worker_bundles": True}, [{"GPU": 1}, {"GPU": 1}, {"CPU": 1}]),
-        ],
-    )
-    def test_are_as_documented(self, needs: dict[str, Any], bundles: list[dict[str, float]]) -> None:
-        assert EngineNeeds(**needs).bundles() == bundles
+@pytest.mark.parametrize(
+    ("needs", "bundles"),
+    [
+        ({}, [{"GPU": 1, "CPU": 1}]),
+        ({"world_size": 4, "device": "TPU", "cpus": 2.5}, [{"TPU": 4, "CPU": 2.5}]),
+        ({"world_size": 0}, [{"CPU": 1}]),
+        ({"world_size": 2, "worker_bundles": True}, [{"GPU": 1}, {"GPU": 1}, {"CPU": 1}]),
+    ],
+)
+def test_bundles_are_as_documented(needs: dict[str, Any], bundles: list[dict[str, float]]) -> None:
+    assert EngineNeeds(**needs).bundles() == bundles
 
 
 # Actors that are recreated
