@@ -280,7 +280,7 @@ async def test_call_of_all_engines_fails_if_one_was_just_lost() -> None:
 async def test_abort_reaches_living_engines_if_one_was_just_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "LAST_WORDS_S", 30)  # the death is reported later
     async with served(Gated(), Gated(), on_engine_death="continue") as serving:
-        streams = [serving.client.submit(ask(f"{rank}"), engine=rank) for rank in (0, 1)]
+        streams = [serving.client.submit(ask(f"{rank}", None), engine=rank) for rank in (0, 1)]
         await until(lambda: serving.engines[1].requests)
         serving.running[0].cancel()
         await until(lambda: serving.client._link.engines[0].connection is None)

@@ -247,16 +247,16 @@ async def test_a_dead_engine_s_keys_open_no_socket_of_the_front_end(
 ) -> None:
     keys = EngineKeys.generate()
     stuck = tmp_path / "stuck"
-    addresses = over_tcp()
     async with EngineSupervisor(
         serve,
         2,
         restart=MANY,
         kwargs={"stuck": str(stuck)},
-        layout=EngineLayout(addresses=addresses, handshake_address=LOOPBACK, coordinator=False),
+        layout=EngineLayout(addresses=over_tcp(), handshake_address=LOOPBACK, coordinator=False),
         client=ClientOptions(keys=keys),
     ) as supervisor:
         client = supervisor.client
+        addresses = supervisor.launch.addresses
         where = (
             (zmq.DEALER, supervisor.launch.handshake_address),
             (zmq.DEALER, addresses.inputs[0]),
