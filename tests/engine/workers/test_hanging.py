@@ -76,7 +76,8 @@ async def test_hung_workers_are_named_with_their_lines_passed_over_and_not_kille
         os.kill(pids[0], signal.SIGKILL)
         with pytest.raises(WorkerDied, match="was killed by SIGKILL"):
             await hanging[0]
-        assert group.workers[0].state == changes[-1].state == "exited"
+        last = [change for change in changes if change.rank == 0][-1]  # others are named again at times
+        assert group.workers[0].state == last.state == "exited"
         assert "was killed by SIGKILL" in group.workers[0].cause
         for task in hanging:
             task.cancel()
