@@ -289,6 +289,7 @@ class FrontEnds(Closing):
 
     def _left(self, connection: int) -> None:
         if self._progress.pop(connection, None) is not None:
+            del self._names[connection]
             self._note_change()
 
     def _note_change(self) -> None:

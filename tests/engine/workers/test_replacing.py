@@ -324,6 +324,7 @@ async def test_a_storm_of_deaths_answers_every_call_and_stream_once() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
+        ({"restart": False}, TypeError, "restart must be a Restart, or None, not False"),
         ({"standbys": 1, "restart": None}, ValueError, r"standbys must be 0 without restart=Restart"),
         ({"standbys": -1}, ValueError, "standbys must be at least 0"),
         ({"max_workers": 1}, ValueError, "max_workers must be at least 2"),
