@@ -378,7 +378,7 @@ class Pending:
         elif sender is not None and envelope.engine_index != sender:
             raise CodecError(f"engine {sender} speaks for engine {envelope.engine_index}")
         if envelope.utility_output is not None:
-            self._answer(envelope.utility_output)
+            self._answer(envelope.utility_output, sender)
         if envelope.generations is not None and engine is not None:
             engine.marks = True
         unwanted: list[Inbox] = []
@@ -426,12 +426,14 @@ class Pending:
         self.finish(inbox.request_id, RequestFailed(text, engine=inbox.rank, request_id=inbox.request_id))
         return not finished
 
-    def _answer(self, answer: UtilityOutput) -> None:
+    def _answer(self, answer: UtilityOutput, sender: int | None) -> None:
         call = self.calls.get(answer.call_id)
         if answer.call_id == NOTICE_ID and answer.result is not None and self._link is not None:
             self._link.pause.notice(answer.result[1])
         elif call is None or call.answer.done():
             self.late_outputs += 1
+        elif sender not in (None, call.engine.rank):
+            raise CodecError(f"engine {sender} answers a call of engine {call.engine.rank}")
         elif answer.failure_message is not None:
             error = CallFailed(answer.failure_message, engine=call.engine.rank, method=call.method)
             call.answer.set_exception(error)

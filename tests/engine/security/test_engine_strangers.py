@@ -30,6 +30,7 @@ from aioshm.engine import (
     EngineKeys,
     EngineZmqAddresses,
 )
+from aioshm.engine.protocol.messages import EngineCoreOutputs, UtilityOutput, encode
 from aioshm.errors import EngineDead, HandshakeError
 from aioshm.zeromq.monitor import ENDED, MISMATCH
 
@@ -171,13 +172,21 @@ class TestSecure:
             Engine(), Engine(), addresses=EngineZmqAddresses([LOOPBACK], [LOOPBACK]), keys=keys
         ) as serving:
             stream = await begun(serving.client, "r", engine=0)
+            call = asyncio.create_task(serving.client.call("never", engine=0))
+            await until(lambda: serving.client._link.pending.calls)
+            (call_id,) = serving.client._link.pending.calls
             with zmq.Context() as context:
                 with curved(context, zmq.PUSH, serving.client.addresses.outputs[0], mine) as push:
                     push.send(pack([0, [{"request_id": "r", "token": 666, "finished": True}]]))
                     push.send(pack([1, [{"request_id": "r", "token": 666, "finished": True}], None, 0.0, None, ["r"]]))
                     await until_logged(caplog, "engine 1 speaks for engine 0", serving.client)
+                    answer = EngineCoreOutputs(1, utility_output=UtilityOutput(call_id, None, (None, 666)))
+                    push.send(encode(answer))
+                    await until_logged(caplog, "engine 1 answers a call of engine 0", serving.client)
             await asyncio.sleep(0.05)
             assert serving.client.in_flight == 1
+            assert not call.done()
+            call.cancel()
             await stream.aclose()
 
     @pytest.mark.parametrize(
