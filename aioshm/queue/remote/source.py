@@ -422,6 +422,7 @@ class NetworkSource(Source):
         self._assembly.clear()
         self.left_behind = self.window.end is not None
         self.gone = self._closed_by_writer if self.left_behind else error
+        self.announce_close()  # a writer that is still there does not wait for this reader
         self._state.interrupt()
 
     def ask_writer(self) -> bool:

@@ -19,7 +19,7 @@ from remotes import wide_writer
 from support import HELPERS, until
 from two_hosts import TwoHosts, two_hosts
 
-from aioshm import MessageQueue, MessagesLost, PeerDied, QueueClosed
+from aioshm import MessageQueue, MessagesLost, PeerClosed, PeerDied, QueueClosed
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -235,3 +235,13 @@ async def test_a_data_port_that_lets_nothing_through_is_no_readiness() -> None:
                 await reader.wait_until_ready(0.1)
             data.resume()
             await asyncio.gather(attaching, writer.wait_until_ready(10))
+
+
+async def test_a_reader_that_loses_the_data_port_for_good_does_not_block_the_writer() -> None:
+    async with through_proxies(remote_timeout=SHORT_S, remote_window=4) as (writer, reader, data, _):
+        data.refuse()
+        with pytest.raises(PeerDied, match="data port is not to be reached"):
+            await reader.dequeue(10)
+        with pytest.raises(PeerClosed, match="every reader has left"):
+            await writer.enqueue_many(range(10), 10)
+        await asyncio.wait_for(writer.aclose(), 10)
