@@ -50,6 +50,9 @@ MAX_PENDING_BYTES = 128 << 20
 IDLE_STEP_S = 0.001
 """How long to wait after a step without outputs, unless a message comes."""
 
+MAX_TEXT = 1 << 14
+"""The limit for the text of a failure, in characters."""
+
 _LOG_INTERVAL_S = 10.0
 _USAGE_STEPS = 20
 """The steps of KV cache usage that are reported if nothing else has changed."""
@@ -289,11 +292,13 @@ class EngineCore:
         self._progress.enter(BUSY)
         try:  # the id may be that of an open request: some front ends send a request in parts
             await _awaited(self._engine.add_request(request))
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if _is_cancellation(error):
+                raise
             logger.debug("engine %d has refused request %r", self.index, request_id, exc_info=True)
             if request_id in self._owners:
                 await self._drop([request_id])
-            text = str(error)
+            text = _text_of(error)
             if not isinstance(error, AioshmError):
                 text = f"{type(error).__name__}: {text}"
             self._refuse(sender, request_id, text)
@@ -324,7 +329,9 @@ class EngineCore:
         try:
             if request_ids:
                 await _awaited(self._engine.abort_requests(request_ids))
-        except Exception:
+        except (Exception, asyncio.CancelledError) as error:
+            if _is_cancellation(error):
+                raise
             logger.exception("engine %d could not abort %s", self.index, request_ids)
 
     def _front_end(self, client: int) -> FrontEnd:
@@ -347,7 +354,7 @@ class EngineCore:
         except CodecError as error:
             try:
                 _, call_id, method_name, _ = _decode_head(payload[0])
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 raise error from None
             self._fail_call(client, Call(client, call_id, method_name, []), error)
             return
@@ -362,7 +369,7 @@ class EngineCore:
                 raise AttributeError(f"the engine has no method {call.method!r} that may be called")
             self._progress.enter(BUSY)
             result = method(*convert_arguments(method, call.args))
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # the latter from the method
             self._fail_call(client, call, error)
             return
         if inspect.isawaitable(result):
@@ -375,15 +382,14 @@ class EngineCore:
     async def _finish_call(self, client: int, call: Call, result: Any) -> None:
         try:
             self._answer(client, UtilityOutput(call.call_id, None, (None, await _awaited(result))))
-        except asyncio.CancelledError:  # by the engine itself, or by `aclose`, which answers for all calls
-            self._fail_call(client, call, RuntimeError("the engine has cancelled the call"))
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # the latter also from `aclose`: it answers for all calls
             self._fail_call(client, call, error)
 
-    def _fail_call(self, client: int, call: Call, error: Exception) -> None:
+    def _fail_call(self, client: int, call: Call, error: BaseException) -> None:
         logger.debug("a call of %s has failed", call.method, exc_info=error)
-        text = f"Call to {call.method} method failed: {error}"  # vLLM's words: clients look for them
-        self._answer(client, UtilityOutput(call.call_id, text))
+        reason = "the engine has cancelled the call" if isinstance(error, asyncio.CancelledError) else _text_of(error)
+        text = f"Call to {call.method} method failed: {reason}"  # vLLM's words: clients look for them
+        self._answer(client, UtilityOutput(call.call_id, _sendable(text)))
 
     def _answer(self, client: int, answer: UtilityOutput) -> None:
         self._send(client, EngineCoreOutputs(self.index, utility_output=answer), counts=False)
@@ -470,6 +476,7 @@ class EngineCore:
 
     def _refuse(self, owner: Owner, request_id: str, text: str) -> None:
         """Send the last output of a failed request."""
+        text = _sendable(text)
         for make in (getattr(self._engine, "error_output", error_output), error_output):
             try:
                 self._send_batch(owner.client, [make(request_id, text)], [owner.generation], {request_id})
@@ -497,6 +504,25 @@ class EngineCore:
     def _report_wave(self, *, start: int | None = None, complete: int | None = None) -> None:
         if (start is not None or complete is not None) and self._sockets is not None and self._sockets.coordinated:
             self._send(COORDINATOR, EngineCoreOutputs(self.index, wave_complete=complete, start_wave=start))
+
+
+def _text_of(error: BaseException) -> str:
+    """Return an error's text, also if its ``__str__`` raises."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"the text is not available: {type(broken).__name__}"
+
+
+def _sendable(text: str) -> str:
+    """Shorten a text, and escape surrogates: msgpack has UTF-8 only."""
+    return text[:MAX_TEXT].encode(errors="backslashreplace").decode()
+
+
+def _is_cancellation(error: BaseException) -> bool:
+    """Return whether this task was cancelled; else the engine itself has raised the CancelledError."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 async def _awaited(result: Any) -> Any:

@@ -19,6 +19,7 @@ from served_engine import Engine, Serving, ask, begun, collected, here_and_there
 from startups import tasks
 from support import cancelled
 
+from aioshm import Options
 from aioshm.engine import (
     CoreEngine,
     EngineClient,
@@ -29,7 +30,7 @@ from aioshm.engine import (
 )
 from aioshm.engine.core.sockets import LINGER_MS, RECONNECT_S, FrontEnd
 from aioshm.engine.protocol.messages import PAUSE
-from aioshm.errors import EngineDead, RequestAborted, RequestFailed
+from aioshm.errors import CallFailed, EngineDead, RequestAborted, RequestFailed
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
@@ -51,6 +52,8 @@ class TestBadFrames:
             (b"\x01", [pack([1, None, "nobody's"])]),
             (b"\x02", [pack([5, 0])]),
             (b"\x03", [pack([0, "id", "add", []])]),
+            (b"\x03", [b"\x94\x00\x01\xa1\xff\x90"]),  # a name that is no UTF-8
+            (b"\x03", [b"\x94\x00\x01\xa1a" + b"\x91" * 200_000]),
             (b"\x09", [b""]),
             (b"\x00" * 50, [b""]),
         ],
@@ -82,10 +85,44 @@ class TestBadFrames:
             assert len(await collected(good)) == 5
             assert len(await collected(serving.client.submit(ask("next")))) == 3
 
-    async def test_failing_abort_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_failure_of_any_text_or_kind_fails_its_call_or_request_only(self) -> None:
+        class Mute(Exception):
+            def __str__(self) -> str:
+                raise LookupError
+
+        ways: dict[str, tuple[BaseException, str]] = {
+            "surrogate": (ValueError("no file: \udcff"), r"no file: \\udcff$"),
+            "long": (ValueError("x" * (2 << 20)), "x{10000}"),
+            "mute": (Mute(), "the text is not available: LookupError$"),
+            "cancelled": (asyncio.CancelledError(), "CancelledError: $|the engine has cancelled the call$"),
+        }
+
+        class Failing(Engine):
+            def add_request(self, request: Any) -> None:
+                super().add_request(request)
+                if "way" in request:
+                    self.fail(request["way"])
+
+            def fail(self, way: str) -> None:
+                raise ways[way][0]
+
+            async def fail_later(self, way: str) -> None:
+                self.fail(way)
+
+        async with served(Failing(), options=Options(max_message_bytes=1 << 20)) as serving, asyncio.timeout(30):
+            for way, (_, text) in ways.items():
+                for method in ("fail", "fail_later"):
+                    with pytest.raises(CallFailed, match=text):
+                        await serving.client.call(method, way)
+                with pytest.raises(RequestFailed, match=text):
+                    await collected(serving.client.submit(ask(way, way=way)))
+            assert await serving.client.call("add", 1) == [2]
+
+    @pytest.mark.parametrize("error", [RuntimeError, asyncio.CancelledError])
+    async def test_failing_abort_is_logged(self, error: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
         class Stubborn(Engine):
             def abort_requests(self, ids: list[str]) -> None:
-                raise RuntimeError("no")
+                raise error
 
         async with served(Stubborn()) as serving:
             stream = serving.client.submit(ask("a", None))
