@@ -45,6 +45,8 @@ Duration = Annotated[float, typer.Option(min=0.0, show_default=False, help="Stop
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
 _PATIENCE_S = 1.0
+_MAX_DEPTH = 100
+"""How deep shown values may be nested."""
 """Seconds after which the command reports endpoints without a publisher."""
 
 _RECEIVE_S = 3600.0
@@ -330,16 +332,18 @@ def _fields(event: KVEvent) -> dict[str, Any]:
     return {name: _plain(value) for name, value in fields.items() if value is not None}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = 0) -> Any:
     """Return a value as JSON has it; numbers that are not finite, which JSON lacks, are None."""
+    if depth > _MAX_DEPTH:
+        return "..."
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, depth + 1) for item in value]
     if isinstance(value, dict):
-        return {str(_plain(key)): _plain(item) for key, item in value.items()}
+        return {str(_plain(key, depth + 1)): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     return repr(value)

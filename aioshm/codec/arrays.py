@@ -53,10 +53,16 @@ def reduce_array(array: Array) -> str | tuple[Any, ...]:
     return np.ndarray, (array.shape, element, exported(array), 0, None, order_of(array))
 
 
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    """Return whether a dtype's name says everything; those of ml_dtypes, such as bfloat16, go by names of voids."""
+    has_elements = dtype.fields is None and dtype.itemsize > 0
+    return has_elements and _PLAIN_DTYPE.fullmatch(dtype.str) is not None and _named(dtype.str) == dtype
+
+
 def describe(array: Array) -> tuple[ArrayHead, memoryview]:
     """Return an array's head and elements; `TypeError`: the elements are objects, have fields, or have no size."""
     dtype = array.dtype
-    if dtype.fields is not None or not _PLAIN_DTYPE.fullmatch(dtype.str) or not dtype.itemsize:
+    if not _is_plain(dtype):
         raise TypeError(f"arrays of dtype {dtype} cannot be encoded")
     return ArrayHead(NUMPY, dtype.str, array.shape, order_of(array)), elements(array)
 
@@ -74,7 +80,7 @@ def pack(array: Array) -> Encoded | None:
 
 @lru_cache(256)
 def _message_head(dtype: np.dtype[Any], shape: tuple[int, ...], order: Order) -> bytes | None:
-    if dtype.fields is None and dtype.itemsize and _PLAIN_DTYPE.fullmatch(dtype.str):
+    if _is_plain(dtype):
         return message_head(ArrayHead(NUMPY, dtype.str, shape, order))
     return None
 

@@ -45,6 +45,7 @@ class Monitor:
         self.failed: bool = False  # the latest connection, or attempt, has failed
         self.refused: bool = False  # authentication has failed since the last connection
         self._gone: set[int] = set()
+        self._unfinished = 0  # handshakes that failed, and whose connections have yet to end
         self._monitored = socket
         with naming_limits("the monitor of a ZeroMQ socket"):
             self.pair: zmq.Socket[bytes] = socket.get_monitor_socket(  # the socket to watch
@@ -63,6 +64,9 @@ class Monitor:
             if kind & _HANDSHAKE_FAILURES:
                 failed.append(HandshakeFailure(endpoint, _reason(kind, value)))
                 self.refused = self.refused or kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                self._unfinished += 1
+            elif kind == zmq.EVENT_DISCONNECTED and self._unfinished:
+                self._unfinished -= 1
             elif kind == zmq.EVENT_DISCONNECTED:
                 self.connections = max(0, self.connections - 1)
                 self._lost = True

@@ -209,6 +209,14 @@ def test_array_with_more_than_its_elements_is_pickled(array: Any) -> None:
     assert (type(result), result.dtype.metadata) == (type(array), array.dtype.metadata)
 
 
+def test_dtype_that_has_the_name_of_a_void_is_kept_or_refused() -> None:
+    rational = pytest.importorskip("numpy._core._rational_tests").rational  # as are bfloat16 and others of ml_dtypes
+    array = np.array([rational(1, 2)] * LARGE)
+    assert PICKLE.decode(*encode(PICKLE, array)).dtype == array.dtype
+    with pytest.raises(CodecError, match="arrays of dtype rational cannot be encoded"):
+        encode(MSGPACK, array)
+
+
 def test_tensor_with_gradient_or_attributes_is_pickled() -> None:
     named = torch.zeros(3)
     named.origin = "sender"

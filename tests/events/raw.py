@@ -65,11 +65,14 @@ class RawPublisher:
         self._socket.recv()
         return self
 
-    def send(self, seq: int, block: int) -> None:
-        """Send batch ``seq``, which stores one block."""
+    def frames(self, seq: int, block: int) -> list[bytes]:
+        """Return batch ``seq``, which stores one block."""
         stored = BlockStored([block], None, [1], 1, None, "GPU")
         payload = self._encoder.encode(EventBatch(float(seq), [stored]), 0)
-        self._socket.send_multipart([self._topic, wire.pack_seq(seq), payload])
+        return [self._topic, wire.pack_seq(seq), bytes(payload)]
+
+    def send(self, seq: int, block: int) -> None:
+        self._socket.send_multipart(self.frames(seq, block))
 
     def close(self) -> None:
         """Be gone, as after a crash."""

@@ -54,3 +54,17 @@ def test_peer_with_other_keys_is_named() -> None:
             peer.connect(endpoint)
             wait_for_failure(monitor, "the peer has other keys")
             wait_for_failure(peer_monitor, ENDED)
+
+
+def test_handshake_that_fails_ends_no_connection() -> None:
+    with zmq.Context() as context, context.socket(zmq.SUB) as bound, context.socket(zmq.PUB) as peer:
+        monitor = Monitor(bound)
+        port = bound.bind_to_random_port("tcp://127.0.0.1")
+        peer.connect(f"tcp://127.0.0.1:{port}")
+        eventually(lambda: monitor.changed())
+        socket.create_connection(("127.0.0.1", port)).close()
+        eventually(lambda: not monitor.changed() and monitor.take_gone())
+        assert (monitor.connections, monitor.down_since) == (1, None)
+        peer.close(linger=0)
+        eventually(lambda: monitor.changed() and not monitor.connections)
+        monitor.close()

@@ -208,12 +208,16 @@ class SourceTracker:
         else:
             self._deliver(stream, message, replayed=False)
 
+    def came_back(self) -> None:
+        """Record that a broken connection came back; messages from before it may still wait, see `reconnected`."""
+        if self._questions:
+            self._questions[0].outdated = True
+
     def reconnected(self) -> None:
         """Record that a broken connection is back: live messages may come from another process."""
         for stream in self._streams.values():
             stream.doubted = self._can_replay
-        if self._questions:
-            self._questions[0].outdated = True
+        self.came_back()
         self.check()
 
     # Replay
@@ -257,10 +261,13 @@ class SourceTracker:
                 self._judge_pending(question, _NOT_KEPT, ended=False)
                 return False
             question.known.add(stream)
+            moved = stream.moved or (stream.connection is not None and stream.connection.ended)
             stream.moved = False
             if question.is_scan and stream is question.stream:
                 question.is_scan = False  # another attempt continues behind this reply
                 self._begin_again(stream)
+            elif moved and stream.last is not None and question.start <= stream.position < message.seq:
+                self._begin_again(stream, _UNPROVED)  # the answer does not have the last delivered batch
         verdict = stream.judge(message)
         if verdict == "back":
             self._begin_again(stream)

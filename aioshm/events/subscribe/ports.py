@@ -122,6 +122,7 @@ class LivePort:
         self._connections: dict[int, Connection] = {}  # by descriptor
         self._gone: set[int] = set()  # descriptors of ended connections whose last messages may wait in the socket
         self._pumps: list[Pump] = []
+        self._back_at: int | None = None  # the first message that may be of a connection that came back
 
     @property
     def connections(self) -> int:
@@ -130,6 +131,7 @@ class LivePort:
 
     def read_ahead(self, tracker: SourceTracker) -> bool:
         """Receive messages into the backlog, and report connections; True if there may be more."""
+        before = self.backlog.received
         is_empty = self._receive_burst()
         if is_empty:  # no message of an ended connection waits in the socket any more
             for descriptor in self._gone:
@@ -139,7 +141,7 @@ class LivePort:
                 elif not self._bound:  # the only publisher, which may be known by replay
                     tracker.disconnected(Connection())
             self._gone.clear()
-        self._read_monitor(tracker)
+        self._read_monitor(tracker, before)
         if self.backlog.dropped > self._stats.dropped:
             self._stats.dropped = self.backlog.dropped
             text = (
@@ -166,13 +168,23 @@ class LivePort:
             self.backlog.put(connection, [frame.bytes for frame in frames])
         return False
 
-    def _read_monitor(self, tracker: SourceTracker) -> None:
+    def came_back(self) -> bool:
+        """Return, once, whether a connection came back, and all messages from before it were taken."""
+        entries = self.backlog.entries
+        if self._back_at is None or (entries and entries[0].number < self._back_at):
+            return False
+        self._back_at = None
+        return True
+
+    def _read_monitor(self, tracker: SourceTracker, before: int) -> None:
         came_back, failed = self.monitor.read()
         self._gone |= self.monitor.take_gone()
         if came_back:
             self._stats.reconnects += came_back
             logger.debug("subscriber %s: connected again", self.endpoint)
-            tracker.reconnected()
+            tracker.came_back()
+            if self._back_at is None:
+                self._back_at = before
         self._stats.handshake_failures += len(failed)
         for failure in failed:
             reason = failure.reason
@@ -226,6 +238,7 @@ class ReplayPort:
         self._work = work
         self._dealer: Socket | None = None
         self._pump: Pump | None = None
+        self._start = -1
         self._attempts = 0
         self._silent = False
         self._shortage = ""
@@ -242,6 +255,9 @@ class ReplayPort:
     def ask(self, start: int) -> None:
         """Request the batches from ``start`` on; without descriptors, the request is overdue after the timeout."""
         assert self.endpoint is not None
+        if start != self._start:  # the last answer was of use, although it was not complete
+            self._start = start
+            self._attempts = 0
         try:
             check_descriptors("asking for missed batches", 1 + SIGNAL_DESCRIPTORS)  # ZeroMQ would retry for ever
             dealer = open_socket(
@@ -268,6 +284,7 @@ class ReplayPort:
             frames = self._dealer.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
+        self._silent = False
         self.restart_timeout()
         return frames
 

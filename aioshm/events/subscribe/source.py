@@ -237,6 +237,8 @@ class EventSource:
     def _step(self) -> bool:
         """Handle one message, live or replayed; False if there is none."""
         tracker = self._tracker
+        if self.port.came_back():
+            tracker.reconnected()
         start = tracker.asking
         if start is not None:
             if not self._replay.is_asked:

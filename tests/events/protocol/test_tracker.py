@@ -232,6 +232,14 @@ class TestNewConnections:
             play.cut() if silent else play.answer()
         play.live(4, over=2).asks(None).got(0, 1, 2, "restarted", (0, 2), 3, 4)
 
+    @pytest.mark.parametrize("is_back", [True, False])
+    def test_answer_without_the_last_batch_counts_as_a_restart(self, is_back: bool) -> None:
+        play = Play().live(0, 1, 2, over=1)
+        play.back(1) if is_back else play.live(31, body="new", over=2)
+        while play.tracker.asking is not None:
+            play.answer(*range(20, 32), body="new")
+        play.got(0, 1, 2, "restarted", (0, 19), *range(20, 32))
+
     def test_batch_over_a_new_connection_that_a_replay_confirms_is_the_next(self) -> None:
         Play().live(0, 1, 2, over=1).live(3, over=2).answer(2, 3).live(4, over=2).got(0, 1, 2, 3, 4)
 

@@ -246,6 +246,26 @@ async def test_a_connection_that_breaks_is_resumed(ends: Ends) -> None:
             assert [item.seq for item in items if isinstance(item, Received)] == list(range(200))
 
 
+async def test_batches_that_wait_when_a_connection_breaks_are_delivered(ends: Ends) -> None:
+    publisher = ends.publisher(buffer_steps=10)
+    async with LossyProxy(publisher.endpoint, 0.0) as proxy:
+        async with EventSubscriber(
+            proxy.endpoint, publisher.replay_endpoint, start="live", max_waiting=4, check_interval=None
+        ) as subscriber:
+            first: Any = await publish_until_delivery(publisher, subscriber)
+            publish_all(publisher, range(100))
+            backlog = subscriber._sources[0].port.backlog
+            await until(lambda: backlog.entries and backlog.entries[-1].number == backlog.received - 1 >= 100)
+            proxy.cut()
+            await until(lambda: subscriber.unconnected)
+            await until(proxy.bind_again)
+            await until(lambda: not subscriber.unconnected)
+            items = await take(subscriber, 100)
+            assert [item.seq for item in items if isinstance(item, Received)] == list(
+                range(first.seq + 1, first.seq + 101)
+            )
+
+
 @pytest.mark.parametrize("wire", ["vllm-0.24+", "vllm-0.9"])
 async def test_batches_that_the_network_loses_come_by_replay(ends: Ends, wire: Any) -> None:
     publisher = ends.publisher(wire=wire)

@@ -229,6 +229,30 @@ async def test_gap_is_lost_if_the_replay_port_answers_nothing_of_use(
         assert (subscriber.stats().garbage > 0) is bool(answer)
 
 
+async def test_answers_that_break_off_lose_nothing_while_each_brings_more(nothing_left: None, raw: Any) -> None:
+    replay = raw(zmq.ROUTER, ANY, bind=True)
+    with kept_endpoint() as endpoint:
+        async with EventSubscriber(
+            endpoint, replay.endpoint, start="live", replay_timeout=0.05, check_interval=None
+        ) as subscriber:
+            subscriber.open()
+            publisher = await RawPublisher(endpoint, bind=True).subscribed()
+            publisher.send(0, 0)
+            items = [await subscriber.receive(PATIENCE_S)]
+            publisher.send(12, 12)
+            async with asyncio.timeout(PATIENCE_S):
+                while len(items) < 13:
+                    if replay.socket.poll(0):
+                        identity, *_, start = replay.socket.recv_multipart()
+                        first = int.from_bytes(start, "big")
+                        for seq in range(first, min(first + 3, 13)):
+                            replay.socket.send_multipart([identity, b"", *publisher.frames(seq, seq)])
+                    with suppress(TimeoutError):
+                        items.append(await subscriber.receive(0.001))
+            publisher.close()
+    assert [item.seq for item in items if isinstance(item, Received)] == list(range(13))
+
+
 async def test_peer_with_a_too_large_payload_is_disconnected(nothing_left: None, raw: Any) -> None:
     async with EventSubscriber("tcp://127.0.0.1:0", start="live", bind=True, max_payload_bytes=10_000) as subscriber:
         (endpoint,) = subscriber.endpoints
