@@ -131,7 +131,8 @@ class LeaseBlock(Block):
             if end.undelivered:
                 pass
             elif not end.state.ready or end.reader.has_news or end.failure is not None:
-                end.receive_once(deadline, self._cancel, self._indefinite, 0)
+                end.raise_failure()
+                end.run_cancellable(lambda event: end.reader.wait_until_ready(deadline, event), self._cancel)
             elif end.reader.source.ring is None or not self._wait_for_small(deadline):
                 end.run_cancellable(lambda event: self._enter_on_loop(deadline, event), self._cancel)
             if end.undelivered:

@@ -97,6 +97,22 @@ def test_a_forked_child_is_refused_and_harms_nobody() -> None:
         assert receiving.result() == ["before", *range(100)]
 
 
+@pytest.mark.parametrize("n_local", [0, 1])
+def test_first_acquired_read_of_a_reader_that_has_yet_to_attach_gives_the_bytes(n_local: int) -> None:
+    def send() -> None:
+        for _ in range(2):
+            with writer.acquire_write(20, nbytes=4) as chunk:
+                chunk[:4] = b"abcd"
+
+    with blocking.MessageQueue(1, n_local, connect_ip="127.0.0.1") as writer:
+        with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            sending = Thread(send)
+            for _ in range(2):
+                with reader.acquire_read(20) as view:
+                    assert bytes(view[:4]) == b"abcd"
+            sending.result()
+
+
 # Closing
 
 
