@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,7 +11,7 @@ from aioshm.codec import Codec, cannot_decode, loads_of, view_of
 from aioshm.codec.base import own_copy
 from aioshm.codec.frames import INLINE, OVERFLOW, RAW, body_bytes, placed_end, plain, split, split_body, unpack_header
 from aioshm.codec.registry import RawCodec
-from aioshm.errors import CodecError, CorruptSlot, MessagesLost, ReaderEvicted
+from aioshm.errors import AioshmError, CodecError, CorruptSlot, MessagesLost, ReaderEvicted
 from aioshm.queue.local.overflow import OverflowReader
 from aioshm.queue.source import OpenedMessage
 from aioshm.queue.state import EndState
@@ -59,21 +60,22 @@ class CopyingSlots:
         if copied is None:
             return SLOW_PATH
         self._finish()
-        (kind, _, how, n_buffers, _, _, size), body = copied
-        if kind == RAW:
+        header, body = copied
+        if header[0] == RAW:
             return bytearray(body)
-        return self._codec.decode(*split(body, how, n_buffers, size))
+        return self._decoded(self._codec.decode, header, body)
 
     def take_many(self, most: int) -> list[Any]:
         """Return available messages, as `Source.take_many`."""
-        return decoded(self._ring, self._codec, lambda: self._ring.take_many(most))
+        return decoded(self._ring, self._codec, lambda: self._ring.take_many(min(most, sys.maxsize)))
 
     def open_block(self, *, decoded: bool) -> OpenedMessage | None:
         """Return a copy of the next message for a block, as `Source.open_block`."""
         copied = self._copy()
         if copied is None:
             return None
-        (kind, _, how, n_buffers, _, _, size), body = copied
+        header, body = copied
+        kind, _, how, n_buffers, _, _, size = header
         self._ring.copied += len(body)
         self._ring.note_trace()
         body = body.toreadonly()
@@ -83,11 +85,21 @@ class CopyingSlots:
                 value = body[:size]
         elif kind != RAW:
             try:
-                value = self._view(*split(body, how, n_buffers, size))
+                value = self._decoded(self._view, header, body)
             except BaseException:
                 self._finish()
                 raise
         return OpenedMessage(value, self._end_block)
+
+    def _decoded(self, decode: Callable[..., Any], header: Header, body: memoryview) -> Any:
+        """Decode a copied message; raise errors of the codec as `CodecError`."""
+        _, _, how, n_buffers, _, _, size = header
+        try:
+            return decode(*split(body, how, n_buffers, size))
+        except AioshmError:
+            raise
+        except Exception as error:
+            raise cannot_decode(error, self._codec.name) from error
 
     def settle(self) -> None:
         """Do nothing: the program owns the copies."""

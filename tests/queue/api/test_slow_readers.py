@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from pairs import attached
-from remotes import wide_writer
+from receiving import dequeue, dequeue_many, dequeue_nowait, lease
+from remotes import ready_ends, wide_writer
 from replacing import becomes, lose_reader
 from support import until
 
-from aioshm import MessageQueue, MessagesLost, Options, PeerClosed, QueueFull, ReaderEvicted
+from aioshm import CodecError, MessageQueue, MessagesLost, Options, PeerClosed, QueueFull, ReaderEvicted, merge
 from aioshm.errors import HandleError
 from aioshm.queue.local import copying
 from aioshm.queue.registry import ReaderRegistry, ReaderSlot
@@ -111,6 +112,30 @@ class TestSkip:
             monkeypatch.setattr(copying, "own_copy", copy_a_lap_too_late)
             await writer.enqueue((0, bytes(50_000)), 20)
             assert await received(reader, CHUNKS + 1) == [(0, 0), 1, 2, 3, 4]
+
+    async def test_error_of_the_codec_is_a_codec_error(self) -> None:
+        class Failing:
+            name = "failing"
+            code = 77
+
+            def encode(self, obj: bytes) -> Any:
+                return [obj], [memoryview(bytes(9000))]
+
+            def decode(self, main: Any, buffers: Any) -> bytes:
+                if main == b"bad":
+                    raise ValueError("bad")
+                return bytes(main)
+
+        async with ready_ends(1, 0, codec=Failing(), slow_reader="skip") as (writer, (reader,)):
+            for receive in (dequeue, dequeue_nowait, dequeue_many, lease):
+                await writer.enqueue_many([b"bad", b"good"], 20)
+                with pytest.raises(CodecError, match="cannot decode a failing message: ValueError: bad"):
+                    await receive(reader, timeout=20)
+                assert await reader.dequeue_many(10**20, 20) == [b"good"]
+            await writer.enqueue_many([b"bad", b"good"], 20)
+            merged = merge({0: reader}, errors="yield")
+            assert type((await anext(merged))[1]) is CodecError
+            assert await anext(merged) == (0, b"good")
 
     async def test_after_the_writer_has_closed(self) -> None:
         async with three_ends("skip") as (writer, patient, other):
