@@ -258,7 +258,7 @@ class Reader(Closable):
         state = self.state
         while True:
             state.check_usable()
-            if not state.ready:
+            if not state.ready or self.has_news:  # news: the call that waited for the next writer was cancelled
                 return False
             source = self.source
             core = state.core

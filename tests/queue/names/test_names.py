@@ -387,6 +387,24 @@ async def test_tasks_that_share_a_reader_are_told_once() -> None:
         assert reader.stats().restarts == 1
 
 
+async def test_task_that_waits_behind_a_cancelled_one_is_told_before_it_gets_a_message() -> None:
+    async with MessageQueue.attach("steps", 0, reconnect=True) as reader:
+        async with new_writer() as writer:
+            await writer.enqueue("old", 20)
+            assert await reader.dequeue(20) == "old"
+            first, second = (asyncio.ensure_future(reader.dequeue(20)) for _ in range(2))
+            await until(lambda: reader.end.state.lock.calls == 2)
+        async with new_writer() as writer:
+            sending = asyncio.ensure_future(writer.enqueue("new", 20))
+            while not reader.end.has_news:
+                await asyncio.sleep(0)
+            await cancelled(first)
+            with pytest.raises(QueueRestarted):
+                await second
+            await sending
+            assert await reader.dequeue(20) == "new"
+
+
 async def test_the_next_queue_may_be_another_size_but_not_another_codec() -> None:
     async with MessageQueue.attach("steps", 0, reconnect=True, codec="pickle") as reader:
         for size in (4096, 1 << 16):
