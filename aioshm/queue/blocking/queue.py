@@ -398,19 +398,25 @@ class _Changes(Iterator[Change]):
     def __init__(self, held: BlockingEnd, changes: Membership) -> None:
         self._held = held
         self._changes = changes
-        self._kept: list[Change] = []  # at most one; an interrupted call leaves it to the next call
+        self._kept: list[Change] = []  # at most one per thread; an interrupted call leaves it to the next call
 
     def __next__(self) -> Change:
-        if not self._kept:
+        while self._kept or self._wait():
             try:
-                self._held.run(self._next)
-            except QueueClosed:
-                raise StopIteration from None
-        if not self._kept:
-            raise StopIteration
-        return self._kept.pop()
+                return self._kept.pop(0)
+            except IndexError:
+                continue  # another thread has taken the change
+        raise StopIteration
 
-    async def _next(self) -> None:
+    def _wait(self) -> bool:
+        """Wait for a change; return False if the queue was closed."""
+        try:
+            return self._held.run(self._next)
+        except QueueClosed:
+            return False
+
+    async def _next(self) -> bool:
         change = await self._changes.next()
         if change is not None:
             self._kept.append(change)
+        return change is not None

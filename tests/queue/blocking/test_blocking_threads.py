@@ -16,8 +16,9 @@ from faces import READS, WRITES, Thread, handling, interrupt_after, make_writer,
 from receiving import Decoded, while_decoding
 from support import eventually
 
-from aioshm import PeerClosed, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
+from aioshm import Options, PeerClosed, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
 from aioshm.process.loop_thread import process_lock
+from aioshm.queue.membership import ReaderJoined, ReaderLeft
 
 
 def fill(writer: blocking.MessageQueue) -> int:
@@ -102,6 +103,29 @@ def test_closing_ends_what_waits_to_send(remote: bool) -> None:
                     thread.result()
             assert list(reader) == list(range(sent))
             closing.result()
+
+
+def test_membership_goes_on_after_another_thread_took_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    come, taken = threading.Event(), threading.Event()
+
+    def run_until_taken(call: Any) -> Any:
+        outcome = run(call)
+        come.set()
+        assert taken.wait(20)
+        return outcome
+
+    with blocking.MessageQueue(0, options=Options(max_readers=2)) as writer:
+        writer.wait_until_ready(20)
+        changes = writer.membership()
+        run = writer.held.run
+        monkeypatch.setattr(writer.held, "run", run_until_taken)
+        waiting = Thread(next, changes)
+        with blocking.MessageQueue.create_from_handle(writer.export_handle()) as reader:
+            reader.wait_until_ready(20)
+            assert come.wait(20)
+            assert type(next(changes)) is ReaderJoined
+            taken.set()
+        assert type(waiting.result()) is ReaderLeft
 
 
 def test_closing_ends_wait_until_ready() -> None:
