@@ -160,10 +160,10 @@ class RingSource(Source):
         return OverflowSubscriber(endpoint, welcome.secret, welcome.rank, timeout, self._state.interrupt)
 
     def _attached(self, attaching: asyncio.Task[None]) -> None:
-        if attaching.cancelled():
-            return
-        error = attaching.exception()
-        if error is None or self._state.refusal is not None:
+        error: BaseException | None = HandleError(f"{self._state!r}: attaching was cancelled, by another task")
+        if not attaching.cancelled():
+            error = attaching.exception()
+        if error is None or self._closed or self._state.refusal is not None:
             return
         if not isinstance(error, AioshmError):
             error = HandleError(f"cannot attach: {error}")

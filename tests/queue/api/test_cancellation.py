@@ -11,7 +11,7 @@ from pairs import EITHER_PLACE, attached
 from remotes import ready_ends, wide_writer
 from support import cancelled_after, examples, until
 
-from aioshm import MessageQueue
+from aioshm import HandleError, MessageQueue
 
 LARGE = 20_000
 """More than a chunk of the queues below, and than what goes over the network in one frame."""
@@ -170,6 +170,16 @@ async def test_cancelled_attaching_can_be_begun_again(n_local: int, n_remote: in
         await asyncio.gather(writer.wait_until_ready(5), reader.wait_until_ready(5))
         await writer.enqueue(1)
         assert await reader.dequeue(5) == 1
+
+
+async def test_reader_whose_attaching_another_has_cancelled_raises_at_each_call() -> None:
+    before = asyncio.all_tasks()
+    async with wide_writer(1, 0) as writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+        for task in asyncio.all_tasks() - before:
+            task.cancel()
+        for _ in range(2):
+            with pytest.raises(HandleError, match="attaching was cancelled"):
+                await reader.wait_until_ready(20)
 
 
 @pytest.mark.parametrize(("n_local", "n_remote"), [(1, 0), (1, 1)])
