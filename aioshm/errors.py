@@ -448,4 +448,6 @@ def copy_error(error: E) -> E:
     other = copy(error)
     if hasattr(error, "__notes__"):
         other.__notes__ = error.__notes__.copy()
+    if error.__cause__ is not None:
+        other.__cause__ = error.__cause__
     return other

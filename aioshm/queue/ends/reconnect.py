@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -20,6 +21,7 @@ from aioshm.errors import (
     PeerDied,
     QueueGone,
     QueueRestarted,
+    copy_error,
 )
 from aioshm.queue.handle import Handle
 from aioshm.queue.source import Source, nothing
@@ -281,10 +283,10 @@ class Reconnect:
         except QueueGone:
             self.writers.left()
             return False
-        except AioshmError:
+        except (AioshmError, MemoryError, OSError):
             raise
-        except ValueError as error:  # the reader's arguments do not suit this writer
-            raise HandleError(f"{state!r}: {error}") from None
+        except Exception as error:  # the reader's arguments do not suit this writer, or its codec cannot be made
+            raise HandleError(f"{state!r}: {error}") from error
         source.earlier = self._reader.source.earlier
         self._reader.source.close()
         self._reader.use(source, handle, codec)
@@ -306,7 +308,7 @@ class Reconnect:
             paused = not isinstance(error, LimitReached)
         else:
             source.close()
-            self.state.refuse(lambda: error)
+            self.state.refuse(partial(copy_error, error))
             return
         if not isinstance(source, NoWriter):
             self._start_search(paused=paused)

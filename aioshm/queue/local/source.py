@@ -14,7 +14,7 @@ from typing import Any
 
 from aioshm.codec import Codec
 from aioshm.config import SlowReader
-from aioshm.errors import AioshmError, HandleError, MessagesLost, PeerClosed, PeerDied, SharedMemoryError
+from aioshm.errors import AioshmError, HandleError, MessagesLost, PeerClosed, PeerDied, SharedMemoryError, copy_error
 from aioshm.lifeline.dialer import Lifeline, attach, dial, hang_up
 from aioshm.lifeline.protocol import CLOSED, Hello
 from aioshm.lifeline.sockets import Doorbell, peer_credentials, socket_file
@@ -65,7 +65,7 @@ class RingSource(Source):
         self._handle = handle
         self._rank = rank
         self._codec = codec
-        self._failed = failed or (lambda error: state.refuse(lambda: error))
+        self._failed = failed or (lambda error: state.refuse(functools.partial(copy_error, error)))
         self.receive: Callable[[], Any] = nothing
         self.has_message = bool
         self.poll = bool

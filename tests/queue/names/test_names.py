@@ -188,11 +188,16 @@ def test_bad_arguments(arguments: dict[str, Any], kind: type[Exception], text: s
 
 async def test_what_does_not_go_with_the_writer_that_is_found() -> None:
     async with new_writer(codec="msgpack"):
-        for arguments, text in (({"rank": 1}, r"rank must be one of \(0,\)"), ({"codec": "raw"}, "'msgpack', as the")):
+        for arguments, text in (
+            ({"rank": 1}, r"rank must be one of \(0,\)"),
+            ({"codec": "raw"}, "'msgpack', as the"),
+            ({"type": list[list[int] | set[int]]}, "which the codec 'msgpack' cannot decode"),
+        ):
             async with MessageQueue.attach(**{"name": "steps", "rank": 0, **arguments}) as reader:
-                for _ in range(2):
-                    with pytest.raises(HandleError, match=text):
+                for _ in range(4):
+                    with pytest.raises(HandleError, match=text) as caught:
                         await reader.dequeue(20)
+                assert len(caught.traceback) < 10, "of this call alone"
 
 
 # One writer at a time
