@@ -24,7 +24,7 @@ from itertools import islice
 from pickletools import genops
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from aioshm.codec import PickleCodec, cannot_decode
+from aioshm.codec import Encoded, PickleCodec, cannot_decode
 from aioshm.config import Options
 from aioshm.errors import (
     AioshmError,
@@ -92,6 +92,18 @@ class Undecodable(NamedTuple):
 class MessageCodec(PickleCodec):
     """Pickle, for messages: a message whose value cannot be decoded still names its call."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        pickled = self.encode
+
+        def encode(message: Any) -> Encoded:
+            try:
+                return pickled(message)
+            except asyncio.CancelledError as error:  # from the code of a value: no await is here
+                raise CodecError(f"cannot pickle a message: {error!r}") from error
+
+        self.encode = encode
+
     @staticmethod
     def loads(data: bytes) -> Any:
         try:
@@ -122,7 +134,10 @@ def failure_of(error: BaseException) -> RemoteFailure:
     trace = error.__traceback__
     while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == _HERE:
         trace = trace.tb_next
-    lines = traceback.format_exception(kind, error, trace or error.__traceback__)
+    try:
+        lines = traceback.format_exception(kind, error, trace or error.__traceback__)
+    except Exception:  # such as of a SyntaxError with other fields than CPython's
+        lines = traceback.format_tb(trace or error.__traceback__)
     try:
         text = str(error)
     except Exception as broken:

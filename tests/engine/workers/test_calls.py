@@ -154,6 +154,8 @@ class TestErrors:
             for way, kind in (
                 ("cancelled", "asyncio.exceptions.CancelledError"),
                 ("mute", "worker_targets.Mute"),
+                ("syntax", "SyntaxError"),
+                ("result", "aioshm.errors.CodecError"),
                 ("lambda", "aioshm.errors.CodecError"),
                 ("faulty", "aioshm.errors.CodecError"),
             ):
@@ -170,6 +172,8 @@ class TestErrors:
             for alone in (False, True):
                 with pytest.raises(CodecError, match="pickle"):
                     await call(group, alone, "add", lambda: None)
+                with pytest.raises(CodecError, match="CancelledError"):
+                    await call(group, alone, "add", targets.CancelsPickling(), timeout=20)
                 with pytest.raises(MessageTooLarge):
                     await call(group, alone, "double", np.zeros(100_000))
                 with pytest.raises(WorkerError, match=r"rank 1: aioshm.errors.CodecError.*not in the worker"):

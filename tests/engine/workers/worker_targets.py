@@ -81,6 +81,10 @@ class Worker:
             raise asyncio.CancelledError
         if way == "mute":
             raise Mute
+        if way == "syntax":  # the traceback module cannot format this
+            raise SyntaxError("bad", ("f", 1, 1, b"{% x %}"))
+        if way == "result":
+            return CancelsPickling()
         if way == "lambda":
             return lambda: None
         return FaultyAt("driver")
@@ -136,6 +140,11 @@ class CancelledAt(FaultyAt):
 
     def __reduce__(self) -> Any:
         return cancel, (self.side,)
+
+
+class CancelsPickling:
+    def __reduce__(self) -> Any:
+        raise asyncio.CancelledError
 
 
 def cancel(side: str) -> None:
