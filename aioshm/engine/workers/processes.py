@@ -23,7 +23,7 @@ from aioshm.engine.workers.worker import (
     run_worker,
     send_line,
 )
-from aioshm.errors import AioshmError, PeerClosed, PeerDied, RemoteFailure, WorkerDied
+from aioshm.errors import AioshmError, EndClosed, PeerClosed, PeerDied, RemoteFailure, WorkerDied
 from aioshm.lifeline.sockets import sweep_leftovers
 from aioshm.process.background import completed
 from aioshm.process.child import Child
@@ -80,6 +80,7 @@ class WorkerProcess:
         self.exited: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Event = asyncio.Event()  # set at the exit, or before at the end of a queue
         self.outbox: deque[tuple[Message, Call]] = deque()  # messages that wait for room in `requests`
+        self._socket_closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._handle = ""
         self._queues = AsyncExitStack()  # closes the queues, once created
         sock.setblocking(False)
@@ -125,7 +126,9 @@ class WorkerProcess:
     async def _unless_exited(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.create_task(work)
         try:
-            await asyncio.wait((task, self.exited), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, self.exited, self._socket_closed), return_when=asyncio.FIRST_COMPLETED)
+            if self._socket_closed.done():
+                raise EndClosed("the group of workers was closed")
             if task.done():
                 return task.result()
             raise EOFError
@@ -142,6 +145,7 @@ class WorkerProcess:
         if self._socket.fileno() >= 0:
             loop = asyncio._get_running_loop()
             if loop is not None:
+                self._socket_closed.set_result(None)
                 loop.remove_reader(self._socket)
                 loop.remove_writer(self._socket)
             self._forgotten()

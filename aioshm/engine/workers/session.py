@@ -92,9 +92,11 @@ class Session:
                     raise CodecError(text) from error
                 await self.calls.broadcasts.wait_until_ready()  # now workers can join
                 for rank in self.ranks.values():
+                    self.check()  # the group may be closed meanwhile
                     rank.take_process(self.processes.start(rank.name, self._construction, rank.rank))
                     await asyncio.sleep(0)
                 results = await _all(self._create_first(rank) for rank in self.ranks.values())
+                self.check()
         except TimeoutError:
             if not scope.expired():
                 raise

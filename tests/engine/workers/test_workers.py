@@ -104,6 +104,26 @@ class TestStarting:
             await cancelled(entering)
             assert all(gone(pid) for pid in group.pids)
 
+    @pytest.mark.parametrize("stage", ["started", "made", "ready"])
+    async def test_group_closed_at_its_start_ends_the_start(
+        self, stage: str, tmp_path: Path, nothing_kept: None
+    ) -> None:
+        worker = targets.Worker if stage == "ready" else targets.OneHangs
+        group = group_of(worker=worker, kwargs={"log": str(tmp_path)})
+        entering = asyncio.create_task(group.__aenter__())
+        reached: dict[str, Any] = {
+            "started": lambda: group.pids,
+            "made": (tmp_path / "made").exists,
+            "ready": lambda: all(rank.present for rank in group._session.ranks.values()),
+        }
+        while not reached[stage]():
+            await asyncio.sleep(0)
+        await group.aclose()
+        async with asyncio.timeout(20):
+            with pytest.raises(QueueClosed, match="the group of workers was closed"):
+                await entering
+        assert all(gone(pid) for pid in group.pids)
+
     async def test_cancelled_start_closes_the_worker_that_was_created(self, tmp_path: Path) -> None:
         group = group_of(worker=targets.OneHangs, kwargs={"log": str(tmp_path)})
         entering = asyncio.create_task(group.__aenter__())
