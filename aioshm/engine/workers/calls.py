@@ -115,6 +115,9 @@ class CallTable:
         try:
             async with self._within(timeout, call), self.lock:
                 await self.settled()
+                wanted = call.request.reply_rank
+                if wanted is not None and wanted not in self._ranks:
+                    raise EndClosed("the group of workers was made smaller")
                 await self._broadcast(call)
                 await self._wait(call)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from aioshm.arguments import check_timeout
@@ -87,5 +88,7 @@ class WorkerStream(AsyncIterator[Any]):
         self._call.ready.set()
 
     def __del__(self) -> None:
-        if self._counted and asyncio._get_running_loop() is self._loop:
-            self._loop.call_soon(self._end, GeneratorExit())  # later: the table may be at work now
+        if self._counted:
+            with suppress(RuntimeError):  # the loop is closed
+                # Later: the table may be at work now. The garbage collector may run in any thread.
+                self._loop.call_soon_threadsafe(self._end, GeneratorExit())

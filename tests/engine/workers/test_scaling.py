@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import worker_targets as targets
+from loops import turns
 from managed import gone
 from support import cancelled, until
-from test_calls import calls_of
+from test_calls import calls_of, sent_step
 from test_replacing import group_of
 
 from aioshm import Options, QueueClosed, RoleError
@@ -81,6 +82,20 @@ async def test_cancelled_scaling_is_completed(tmp_path: Path) -> None:
                 await anext(stream)
         await group.scale(2)
         assert await group.collective_rpc("add", timeout=60) == [0, 1]
+
+
+async def test_call_for_the_result_of_a_worker_that_has_left_meanwhile_is_not_sent(tmp_path: Path) -> None:
+    async with group_of(2) as group:
+        held = await sent_step(group, "wait_for", str(tmp_path / "go"), "held", 1)
+        scaling = asyncio.create_task(group.scale(1))
+        await turns(5)  # the scaling waits for the call before
+        late = asyncio.create_task(group.collective_rpc("begin", ("late",), unique_reply_rank=1))
+        await turns(5)
+        (tmp_path / "go").touch()
+        with pytest.raises(QueueClosed, match="the group of workers was made smaller"):
+            await late
+        await asyncio.gather(held, scaling)
+        assert await group.call(0, "begin", "next") == ["next"]
 
 
 async def test_scaling_survives_deaths_of_staying_and_leaving_workers(tmp_path: Path) -> None:

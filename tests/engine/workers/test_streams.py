@@ -125,6 +125,14 @@ async def test_stream_left_early_closes_the_generator() -> None:
         assert await group.call_any("state") == await group.call(0, "state")
 
 
+async def test_stream_dropped_in_another_thread_closes_the_generator() -> None:
+    async with group_of() as group:
+        dropped = [group.stream(0, "count")]
+        assert await anext(dropped[0]) == 0
+        await asyncio.to_thread(dropped.clear)
+        await is_idle_in_the_end(group)
+
+
 async def test_consumer_that_is_cancelled_closes_the_generator_at_its_await() -> None:
     async with group_of() as group:
         stream = group.stream(0, "count_slowly", None, targets.LONG_S)
