@@ -15,13 +15,7 @@ import msgspec
 import pytest
 
 from aioshm import config
-from aioshm.config import (
-    Options,
-    default_runtime_dir,
-    engine_ready_timeout,
-    native_wanted,
-    usage_stats_path,
-)
+from aioshm.config import Options, default_runtime_dir, engine_ready_timeout, native_wanted, usage_stats_path
 
 pytestmark = pytest.mark.opens_nothing
 

@@ -31,11 +31,7 @@ EXAMPLES: list[tuple[AioshmError, dict[str, object], str]] = [
         {"rank": 0, "pid": 1, "side": "reader"},
         "reader 0 (pid 1) died: queue cafe",
     ),
-    (
-        errors.MessagesLost(4, 9),
-        {"first": 4, "last": 9},
-        "messages 4 to 9 are lost: they can no longer be sent again",
-    ),
+    (errors.MessagesLost(4, 9), {"first": 4, "last": 9}, "messages 4 to 9 are lost: they can no longer be sent again"),
     (
         errors.EventsLost(1, 1),
         {"first": 1, "last": 1},

@@ -16,13 +16,7 @@ from benchmarks.before_after import estimate
 from benchmarks.compare.cases import CASES
 from benchmarks.compare.promises import PROMISES, Bound, hold
 from benchmarks.framework.report import Promise, Report
-from benchmarks.framework.workload import (
-    Workload,
-    WrongMessageError,
-    plain_bytes,
-    small_dict,
-    tensor,
-)
+from benchmarks.framework.workload import Workload, WrongMessageError, plain_bytes, small_dict, tensor
 from benchmarks.throughput import MESSAGES
 
 ROOT = Path(__file__).parents[2]

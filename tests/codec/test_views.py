@@ -45,11 +45,7 @@ def read_only(source: Any) -> Any:
 class TestInPlace:
     @pytest.mark.parametrize(
         "source",
-        [
-            np.ones(LARGE),
-            read_only(np.asfortranarray(np.ones((100, 100)))),
-            np.ones(LARGE, "M8[s]"),
-        ],
+        [np.ones(LARGE), read_only(np.asfortranarray(np.ones((100, 100)))), np.ones(LARGE, "M8[s]")],
         ids=["C", "F read-only", "dates"],
     )
     def test_arrays(self, name: str, source: Any) -> None:

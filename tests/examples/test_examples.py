@@ -19,14 +19,9 @@ def _frames(rank: int) -> list[str]:
 
 EXPECTED = {
     "events_router.py": ["rank 1 was cleared: now to rank 0", "the conversation goes to rank 1"],
-    "loans.py": [
-        *(line for rank in range(2) for line in sorted([f"reader {rank}: 0 bytes copied", *_frames(rank)])),
-    ],
+    "loans.py": [*(line for rank in range(2) for line in sorted([f"reader {rank}: 0 bytes copied", *_frames(rank)]))],
     "quickstart.py": ["received {'number': 0}", "received {'number': 1}", "received {'number': 2}"],
-    "typed_steps.py": [
-        *(f"step {number} for ann and bob" for number in range(6)),
-        "the sum of all logits is 750000",
-    ],
+    "typed_steps.py": [*(f"step {number} for ann and bob" for number in range(6)), "the sum of all logits is 750000"],
     "two_hosts.py": ["local: 5 steps", "remote: 5 steps", "serving on 127.0.0.1; the remote reader needs handle.json"],
     "decode_steps.py": [
         "scheduler: reader 1 (pid",

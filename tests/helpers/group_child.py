@@ -84,11 +84,7 @@ def rank(number: str, world_size: str, gloo_port: str, store_port: str) -> None:
 
     me, world = int(number), int(world_size)
     dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{gloo_port}",
-        rank=me,
-        world_size=world,
-        timeout=timedelta(seconds=60),
+        "gloo", init_method=f"tcp://127.0.0.1:{gloo_port}", rank=me, world_size=world, timeout=timedelta(seconds=60)
     )
     stateless = StatelessProcessGroup.create("127.0.0.1", int(store_port), me, world, timeout=60)
     groups = {

@@ -29,13 +29,7 @@ from aioshm.engine import (
     get_engine_client_zmq_addr,
     run_engine_core,
 )
-from aioshm.events import (
-    EventBatch,
-    EventSubscriber,
-    Received,
-    ThreadedEventPublisher,
-    ZmqEventPublisher,
-)
+from aioshm.events import EventBatch, EventSubscriber, Received, ThreadedEventPublisher, ZmqEventPublisher
 
 ANYWHERE = "tcp://127.0.0.1:0"
 MESSAGES = ("small", bytes(300_000), "last")

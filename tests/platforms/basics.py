@@ -250,17 +250,7 @@ def main() -> None:
     print(f"backing={options.backing!r}, lifeline={options.lifeline!r}")
     with tempfile.TemporaryDirectory(prefix="aioshm-") as base:
         os.environ["AIOSHM_RUNTIME_DIR"] = f"{base}/run"
-        for basic in (
-            one_loop,
-            named,
-            over_tcp,
-            threads,
-            processes,
-            a_death,
-            engines,
-            workers,
-            events,
-        ):
+        for basic in (one_loop, named, over_tcp, threads, processes, a_death, engines, workers, events):
             began = time.perf_counter()
             if asyncio.iscoroutinefunction(basic):
                 asyncio.run(basic())

@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 from aioshm.codec import frames
 from aioshm.ring import layout
 from aioshm.ring import layout as at
-from aioshm.ring.layout import (
-    CHUNK_HEADER_BYTES,
-    LINE,
-    PAGE,
-    PREAMBLE,
-    SLOT_HEADER_BYTES,
-    Layout,
-    chunk_at,
-    pool_for,
-)
+from aioshm.ring.layout import CHUNK_HEADER_BYTES, LINE, PAGE, PREAMBLE, SLOT_HEADER_BYTES, Layout, chunk_at, pool_for
 from tools import layout_header
 
 pytestmark = pytest.mark.opens_nothing
@@ -118,13 +109,7 @@ class TestPools:
 
     @pytest.mark.parametrize(
         ("messages", "large", "held"),
-        [
-            (8, [], True),
-            (9, [], False),
-            (3, [5000] * 3, True),
-            (4, [5000] * 4, False),
-            (4, [16] * 4, False),
-        ],
+        [(8, [], True), (9, [], False), (3, [5000] * 3, True), (4, [5000] * 4, False), (4, [16] * 4, False)],
     )
     def test_what_the_empty_ring_holds(self, messages: int, large: list[int], held: bool) -> None:
         assert Layout.of(1, 5000, 3, 8, 15).holds(messages, large) is held

@@ -26,14 +26,7 @@ from support import eventually, forked
 
 from aioshm.engine import ClientOptions, get_engine_client_zmq_addr, run_engine_core
 from aioshm.engine.blocking import CoreEngineLaunch, EngineClient, OutputStream, launch_core_engines
-from aioshm.errors import (
-    CallFailed,
-    EngineDead,
-    QueueClosed,
-    RequestAborted,
-    RequestFailed,
-    RoleError,
-)
+from aioshm.errors import CallFailed, EngineDead, QueueClosed, RequestAborted, RequestFailed, RoleError
 
 pytestmark = pytest.mark.usefixtures("nothing_kept")
 

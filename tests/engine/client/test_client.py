@@ -19,15 +19,7 @@ from support import cancelled, cancelled_after
 from typed_messages import Output, Request
 
 from aioshm.engine import ClientOptions, CoreEngine, EngineClient, EngineZmqAddresses
-from aioshm.errors import (
-    CallFailed,
-    CodecError,
-    EngineDead,
-    QueueClosed,
-    RequestAborted,
-    RequestFailed,
-    RoleError,
-)
+from aioshm.errors import CallFailed, CodecError, EngineDead, QueueClosed, RequestAborted, RequestFailed, RoleError
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 

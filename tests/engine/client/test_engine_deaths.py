@@ -15,26 +15,10 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from served_engine import (
-    Engine,
-    Gated,
-    Serving,
-    ask,
-    begun,
-    collected,
-    served,
-    served_by_processes,
-    stop,
-    until,
-)
+from served_engine import Engine, Gated, Serving, ask, begun, collected, served, served_by_processes, stop, until
 from startups import starting, tasks
 
-from aioshm.engine import (
-    ClientOptions,
-    CoreEngine,
-    EngineCoreOutputs,
-    run_engine_core,
-)
+from aioshm.engine import ClientOptions, CoreEngine, EngineCoreOutputs, run_engine_core
 from aioshm.engine.client import liveness
 from aioshm.errors import EngineDead, RequestAborted, copy_error
 

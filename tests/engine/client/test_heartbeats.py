@@ -176,9 +176,7 @@ async def test_limit_of_a_supervisor_holds_for_engines_that_were_there_before(
 
 
 @pytest.mark.slow_on_uvloop
-async def test_stalled_engine_is_judged_until_its_end_and_its_successor_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_stalled_engine_is_judged_until_its_end_and_its_successor_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     async with bare_engine(monkeypatch) as (client, engine, context):
         engine.dealer.send(beat(BUSY))
         await until(lambda: client.stats().stalled)

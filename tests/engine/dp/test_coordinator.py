@@ -142,13 +142,7 @@ class TestSockets:
             assert await starts(added) == (0, 0)
 
     @pytest.mark.parametrize(
-        "garbage",
-        [
-            [b"\xc1"],
-            [b"x" * (2 << 20)],
-            [b"frame"] * 1000,
-        ],
-        ids=lambda each: str(each)[:30],
+        "garbage", [[b"\xc1"], [b"x" * (2 << 20)], [b"frame"] * 1000], ids=lambda each: str(each)[:30]
     )
     async def test_garbage_does_no_harm(self, garbage: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
         with coordination(1) as peers:

@@ -13,11 +13,7 @@ import pytest
 from ray_targets import GPUS, HEAD_CHIPS, NODE
 from support import eventually
 
-_NODE_DEATH = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 200,
-    "health_check_failure_threshold": 5,
-}
+_NODE_DEATH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "health_check_failure_threshold": 5}
 """So that it takes a second, not fifteen, until a node that is gone is known to be. One that is slow has ten."""
 
 

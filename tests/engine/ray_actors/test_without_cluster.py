@@ -298,8 +298,7 @@ def test_given_groups_are_not_replaced(ray: Ray, managed: Managed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "other", "local", "where"),
-    [(1, 1, False, ["other"]), (1, 0, False, ["head"]), (0, 1, True, [])],
+    ("head", "other", "local", "where"), [(1, 1, False, ["other"]), (1, 0, False, ["head"]), (0, 1, True, [])]
 )
 def test_room_is_reserved_where_there_is_any(
     monkeypatch: pytest.MonkeyPatch, head: int, other: int, local: bool, where: list[str]

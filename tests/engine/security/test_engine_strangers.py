@@ -23,13 +23,7 @@ from startups import engine, starting
 from support import tell_to_end, until
 
 from aioshm.config import Options
-from aioshm.engine import (
-    ClientOptions,
-    DPCoordinator,
-    EngineClient,
-    EngineKeys,
-    EngineZmqAddresses,
-)
+from aioshm.engine import ClientOptions, DPCoordinator, EngineClient, EngineKeys, EngineZmqAddresses
 from aioshm.engine.protocol.messages import EngineCoreOutputs, UtilityOutput, encode
 from aioshm.errors import EngineDead, HandshakeError
 from aioshm.zeromq.monitor import ENDED, MISMATCH

@@ -35,13 +35,7 @@ from aioshm.engine import (
     shake_hands,
 )
 from aioshm.engine.security.binding import AHEAD, ENGINES, Protection
-from aioshm.engine.security.keys import (
-    as_attributes,
-    keys_for_engine,
-    keys_for_front_end,
-    keys_to_hand_over,
-    own_keys,
-)
+from aioshm.engine.security.keys import as_attributes, keys_for_engine, keys_for_front_end, keys_to_hand_over, own_keys
 from aioshm.errors import EngineDead, RoleError
 from aioshm.process.manager import Job
 

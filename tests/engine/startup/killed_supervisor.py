@@ -13,14 +13,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from aioshm.engine import (
-    DPCoordinator,
-    EngineLayout,
-    EngineSupervisor,
-    WorkerGroup,
-    die_with_parent,
-    run_engine_core,
-)
+from aioshm.engine import DPCoordinator, EngineLayout, EngineSupervisor, WorkerGroup, die_with_parent, run_engine_core
 
 FOR_EVER = 1_000_000.0
 

@@ -254,10 +254,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("target", "interrupts", "run"),
-    [
-        ("say_and_stay", 1, "asyncio.run(main())"),
-        ("refuse_to_end", 2, "import uvloop; uvloop.run(main())"),
-    ],
+    [("say_and_stay", 1, "asyncio.run(main())"), ("refuse_to_end", 2, "import uvloop; uvloop.run(main())")],
 )
 def test_ctrl_c_stops_everything_and_a_second_ctrl_c_kills(
     target: str, interrupts: int, run: str, tmp_path: Path

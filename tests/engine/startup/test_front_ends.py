@@ -56,10 +56,7 @@ async def supervised(
         layout=EngineLayout(coordinator=False, **layout),
         **options,
     ) as supervisor:
-        async with (
-            front_end(supervisor, 0, keys=keys) as one,
-            front_end(supervisor, 1, keys=keys) as other,
-        ):
+        async with front_end(supervisor, 0, keys=keys) as one, front_end(supervisor, 1, keys=keys) as other:
             assert one.ranks == other.ranks == list(range(count))
             yield supervisor, [one, other]
 

@@ -46,9 +46,7 @@ class TestServing:
         progress: list[StartupProgress] = []
         cache = SimpleNamespace(num_gpu_blocks=1)
         async with launch_core_engines(
-            serve,
-            2,
-            startup=StartupOptions(on_progress=progress.append, cache_config=cache, progress_timeout=60),
+            serve, 2, startup=StartupOptions(on_progress=progress.append, cache_config=cache, progress_timeout=60)
         ) as launch:
             assert launch.report is not None
             assert sorted(launch.report.engines) == [0, 1]

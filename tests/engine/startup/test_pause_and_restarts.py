@@ -13,13 +13,7 @@ import pytest
 from served_engine import Engine, ask, begun, collected, stop, until
 from supervised import MANY, front_end, hanging_front_end, pids
 
-from aioshm.engine import (
-    EngineClient,
-    EngineLayout,
-    EngineSupervisor,
-    die_with_parent,
-    run_engine_core,
-)
+from aioshm.engine import EngineClient, EngineLayout, EngineSupervisor, die_with_parent, run_engine_core
 from aioshm.errors import QueueClosed, RequestAborted
 
 pytestmark = [pytest.mark.usefixtures("runtime_dir"), pytest.mark.slow_on_uvloop]

@@ -109,11 +109,7 @@ async def test_idle_workers_and_standbys_are_replaced() -> None:
         victim = group.pids[0]
         os.kill(victim, signal.SIGTERM)
         await until(lambda: len(changes) == 3)
-        assert [(change.rank, change.state) for change in changes] == [
-            (0, "waiting"),
-            (0, "starting"),
-            (0, "running"),
-        ]
+        assert [(change.rank, change.state) for change in changes] == [(0, "waiting"), (0, "starting"), (0, "running")]
         assert changes[-1].pid == group.pids[0] != victim
         assert str(victim) in changes[-1].cause
         assert await group.collective_rpc("add") == [0, 1]

@@ -137,10 +137,7 @@ class TestStarting:
 class TestDeath:
     @pytest.mark.parametrize(
         ("how", "code", "manner"),
-        [
-            ("SIGKILL", -9, "was killed by SIGKILL"),
-            ("_exit", 3, "exited with code 3: rank 1 goes"),
-        ],
+        [("SIGKILL", -9, "was killed by SIGKILL"), ("_exit", 3, "exited with code 3: rank 1 goes")],
     )
     async def test_death_fails_every_call_and_names_the_worker(self, how: str, code: int, manner: str) -> None:
         async with group_of() as group:

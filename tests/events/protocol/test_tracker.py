@@ -28,12 +28,7 @@ class Play:
         self.out: deque[Delivery] = deque()
         self.now = 0.0
         self.tracker = SourceTracker(
-            "tcp://x:1",
-            start,
-            self.out.append,
-            can_replay=replay,
-            gone_after_s=gone_after_s,
-            clock=lambda: self.now,
+            "tcp://x:1", start, self.out.append, can_replay=replay, gone_after_s=gone_after_s, clock=lambda: self.now
         )
         self.stats = self.tracker.stats
         self._connections: dict[object, Connection] = defaultdict(Connection)

@@ -75,10 +75,7 @@ def test_threads_that_receive_at_once() -> None:
 
 
 @pytest.mark.usefixtures("short_goodbye")
-@pytest.mark.parametrize(
-    ("wait", "remote"),
-    [*((wait, False) for wait in READS if wait != "merge"), ("dequeue", True)],
-)
+@pytest.mark.parametrize(("wait", "remote"), [*((wait, False) for wait in READS if wait != "merge"), ("dequeue", True)])
 def test_closing_ends_what_waits_in_another_thread(wait: str, remote: bool) -> None:
     with pair(remote=remote) as (_, reader):
         waiting = Thread(READS[wait], reader)
