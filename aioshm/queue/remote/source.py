@@ -131,6 +131,8 @@ class NetworkSource(Source):
     def _introduce(self) -> None:
         """Send everything that the writer may not have received."""
         self._cancel(self._introduce)
+        if self._released:  # a reader that was refused might be admitted again, without a data socket
+            return
         if self._leaving:
             self._send(wire.Leave())
             return

@@ -11,6 +11,7 @@ import pytest
 from proxy import proxied, through_proxies
 from remotes import ready_ends, wide_writer
 from replacing import REMOTE_TIMEOUT_S, becomes, bereaved, elsewhere, joined, lose_reader, state
+from support import until
 
 from aioshm import HandleError, MessageQueue, NoPlaceVacant, PeerClosed, PeerDied, ReaderEvicted
 from aioshm.queue.remote import readers, source, wire
@@ -176,3 +177,23 @@ async def test_newcomer_is_refused_where_the_reader_that_has_the_rank_does_not_a
         async with MessageQueue.create_from_handle(writer.export_handle(), 0) as newcomer:
             with pytest.raises(HandleError, match="rank 0 is taken by"):
                 await newcomer.wait_until_ready(10)
+
+
+async def test_reader_that_was_given_up_before_all_are_ready_is_not_admitted_again() -> None:
+    async with wide_writer(0, 2) as writer, proxied(writer.export_handle()) as (handle, _, control):
+        opening = asyncio.ensure_future(writer.wait_until_ready())
+        network: Any = writer.end.network  # type: ignore[union-attr]
+        async with MessageQueue.create_from_handle(handle, 0) as reader:
+            attaching = asyncio.ensure_future(reader.wait_until_ready(20))
+            await until(lambda: network.attached)
+            network._died(*network.attached.values(), "it was silent for 1 s")
+            with pytest.raises(PeerDied, match="given this reader up"):
+                await attaching
+            link: Any = reader.end.source.sockets.control_connection  # type: ignore[union-attr]
+            before = link.handshakes
+            control.cut()
+            await until(lambda: link.handshakes > before)
+            await asyncio.sleep(0.1)
+            assert not network.attached
+        with pytest.raises(PeerDied, match="before all readers were ready"):
+            await opening
