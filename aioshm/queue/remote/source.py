@@ -131,8 +131,6 @@ class NetworkSource(Source):
     def _introduce(self) -> None:
         """Send everything that the writer may not have received."""
         self._cancel(self._introduce)
-        if self._released:  # a reader that was refused might be admitted again, without a data socket
-            return
         if self._leaving:
             self._send(wire.Leave())
             return
@@ -144,7 +142,8 @@ class NetworkSource(Source):
     def _send(self, message: wire.Control) -> bool:
         """Send a control message; if too many wait already, introduce this reader again later."""
         assert self.sockets is not None
-        if self.sockets.send(message):
+        # The writer might admit a reader that it has refused once more, and wait for it: that reader says nothing more.
+        if self._released or self.sockets.send(message):
             return True
         if not self.sockets.closed:
             self._later(RETRY_S, self._introduce)
