@@ -102,7 +102,7 @@ class RemoteReaders:
         self.resent: int = 0  # messages sent again
         self._head_bytes = wire.HEAD_BYTES + TRACE_BYTES * options.trace_context
         self.attached: dict[bytes, RemoteReader] = {}  # by identity
-        self.gone: dict[bytes, str] = {}  # by identity: why the latest detached readers are gone
+        self.gone: dict[bytes, str] = {}  # by identity: why the latest readers are gone, or were refused
         self.evicts: bool = False  # some reader has asked to be evicted when too slow
         self.closing: bool = False  # no reader is admitted any more
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -210,12 +210,18 @@ class RemoteReaders:
         if self.registry.going:  # else a reader that reconnects might be admitted again
             self.sockets.cut_off(reader.rank)
 
-    def _forget(self, reader: RemoteReader, why: str) -> None:
+    def _forget(self, reader: RemoteReader, why: str | None) -> None:
+        """Detach a reader, which may come back if there is no reason."""
         del self.attached[reader.identity]
-        self.gone[reader.identity] = why
+        if why is not None:
+            self._remember(reader.identity, why)
+        self._close_if_delivered()
+
+    def _remember(self, identity: bytes, why: str) -> None:
+        """Refuse a reader from now on: it has given up, although greetings of it may be under way."""
+        self.gone[identity] = why
         if len(self.gone) > REMEMBERED:
             del self.gone[next(iter(self.gone))]
-        self._close_if_delivered()
 
     # Events of the sockets
 
@@ -266,6 +272,8 @@ class RemoteReaders:
 
     def _admit_or_refuse(self, identity: bytes, hello: wire.Hello) -> None:
         answer = self.answer(identity, hello)
+        if isinstance(answer, wire.Refused):
+            self._remember(identity, answer.reason)
         if not isinstance(answer, ReaderSlot):
             self.sockets.send(identity, answer)
         elif self.sockets.reaches(identity):
@@ -285,7 +293,7 @@ class RemoteReaders:
             return wire.Refused("the writer has closed the queue", closed=True)
         if hello.topic not in (b"", self.topic):
             return wire.Refused("another writer has taken its place", evicted=True)
-        if hello.topic and self.registry.going:
+        if identity in self.gone or (hello.topic and self.registry.going):
             return wire.Refused(self.gone.get(identity, "it is not one of the readers"), evicted=True)
         rivals = [reader for reader in self.readers() if hello.rank in (reader.rank, ANY_RANK)]
         for rival in rivals:
@@ -383,7 +391,7 @@ class RemoteReaders:
         """Detach an unreachable reader, as `ReaderRegistry.died`."""
         if not blameless:
             self._end(reader, why)
-        self._forget(reader, why)
+        self._forget(reader, None if blameless else why)
         self.registry.died(reader.slot, why, blameless=blameless)
         self.registry.changed()
 

@@ -142,8 +142,7 @@ class NetworkSource(Source):
     def _send(self, message: wire.Control) -> bool:
         """Send a control message; if too many wait already, introduce this reader again later."""
         assert self.sockets is not None
-        # The writer might admit a reader that it has refused once more, and wait for it: that reader says nothing more.
-        if self._released or self.sockets.send(message):
+        if self.sockets.send(message):
             return True
         if not self.sockets.closed:
             self._later(RETRY_S, self._introduce)

@@ -185,8 +185,7 @@ async def test_reader_that_was_given_up_before_all_are_ready_is_not_admitted_aga
         network: Any = writer.end.network  # type: ignore[union-attr]
         async with MessageQueue.create_from_handle(handle, 0) as reader:
             attaching = asyncio.ensure_future(reader.wait_until_ready(20))
-            await until(lambda: state(writer, 0) == "attached" and reader.end.source._proven)  # type: ignore[union-attr]
-            await asyncio.sleep(0.2)  # its last greeting has arrived
+            await until(lambda: network.attached)  # a greeting may be under way
             network._died(*network.attached.values(), "it was silent for 1 s")
             with pytest.raises(PeerDied, match="given this reader up"):
                 await attaching
