@@ -451,3 +451,15 @@ def copy_error(error: E) -> E:
     if error.__cause__ is not None:
         other.__cause__ = error.__cause__
     return other
+
+
+MAX_TEXT = 1 << 14
+"""Characters of an exception's text that are sent to another process."""
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's text, shortened to `MAX_TEXT`, also if its ``__str__`` raises."""
+    try:
+        return str(error)[:MAX_TEXT]
+    except Exception as broken:
+        return f"the text is not available: {type(broken).__name__}"

@@ -37,7 +37,7 @@ from aioshm.engine.protocol.messages import (
 from aioshm.engine.protocol.payloads import Frame, PayloadDecoder, PayloadEncoder, convert, convert_arguments
 from aioshm.engine.protocol.waves import Lockstep
 from aioshm.engine.security.keys import AnyKeys
-from aioshm.errors import AioshmError, CodecError
+from aioshm.errors import MAX_TEXT, AioshmError, CodecError, text_of
 from aioshm.logs import LogLimiter
 from aioshm.process import progress
 from aioshm.process.progress import BUSY, ENDING, IDLE, WAITING
@@ -49,9 +49,6 @@ MAX_PENDING_BYTES = 128 << 20
 
 IDLE_STEP_S = 0.001
 """How long to wait after a step without outputs, unless a message comes."""
-
-MAX_TEXT = 1 << 14
-"""The limit for the text of a failure, in characters."""
 
 _LOG_INTERVAL_S = 10.0
 _USAGE_STEPS = 20
@@ -298,7 +295,7 @@ class EngineCore:
             logger.debug("engine %d has refused request %r", self.index, request_id, exc_info=True)
             if request_id in self._owners:
                 await self._drop([request_id])
-            text = _text_of(error)
+            text = text_of(error)
             if not isinstance(error, AioshmError):
                 text = f"{type(error).__name__}: {text}"
             self._refuse(sender, request_id, text)
@@ -387,9 +384,9 @@ class EngineCore:
 
     def _fail_call(self, client: int, call: Call, error: BaseException) -> None:
         logger.debug("a call of %s has failed", call.method, exc_info=error)
-        reason = "the engine has cancelled the call" if isinstance(error, asyncio.CancelledError) else _text_of(error)
+        reason = "the engine has cancelled the call" if isinstance(error, asyncio.CancelledError) else text_of(error)
         text = f"Call to {call.method} method failed: {reason}"  # vLLM's words: clients look for them
-        self._answer(client, UtilityOutput(call.call_id, _sendable(text)))
+        self._answer(client, UtilityOutput(call.call_id, self._sendable(text)))
 
     def _answer(self, client: int, answer: UtilityOutput) -> None:
         self._send(client, EngineCoreOutputs(self.index, utility_output=answer), counts=False)
@@ -474,9 +471,14 @@ class EngineCore:
         assert self._sockets is not None
         self._sockets.send(client, self._encode(envelope), counts=counts)
 
+    def _sendable(self, text: str) -> str:
+        """Shorten a text so that its message can be sent, and escape surrogates: msgpack has UTF-8 only."""
+        most = min(MAX_TEXT, self.options.max_message_bytes // 16)  # a character takes up to ten bytes
+        return text[:most].encode(errors="backslashreplace").decode()
+
     def _refuse(self, owner: Owner, request_id: str, text: str) -> None:
         """Send the last output of a failed request."""
-        text = _sendable(text)
+        text = self._sendable(text)
         for make in (getattr(self._engine, "error_output", error_output), error_output):
             try:
                 self._send_batch(owner.client, [make(request_id, text)], [owner.generation], {request_id})
@@ -504,19 +506,6 @@ class EngineCore:
     def _report_wave(self, *, start: int | None = None, complete: int | None = None) -> None:
         if (start is not None or complete is not None) and self._sockets is not None and self._sockets.coordinated:
             self._send(COORDINATOR, EngineCoreOutputs(self.index, wave_complete=complete, start_wave=start))
-
-
-def _text_of(error: BaseException) -> str:
-    """Return an error's text, also if its ``__str__`` raises."""
-    try:
-        return str(error)
-    except Exception as broken:
-        return f"the text is not available: {type(broken).__name__}"
-
-
-def _sendable(text: str) -> str:
-    """Shorten a text, and escape surrogates: msgpack has UTF-8 only."""
-    return text[:MAX_TEXT].encode(errors="backslashreplace").decode()
 
 
 def _is_cancellation(error: BaseException) -> bool:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 from aioshm.codec import Encoded, PickleCodec, cannot_decode
 from aioshm.config import Options
 from aioshm.errors import (
+    MAX_TEXT,
     AioshmError,
     CodecError,
     PeerDied,
@@ -34,14 +35,12 @@ from aioshm.errors import (
     QueueEmpty,
     QueueGone,
     RemoteFailure,
+    text_of,
 )
 from aioshm.process import progress
 from aioshm.process.progress import BUSY, ENDING, IDLE
 from aioshm.process.stopping import TERMINATED, Termination
 from aioshm.queue import MessageQueue
-
-MAX_TEXT = 1 << 14
-"""Characters of an exception's text, and of its traceback's end, that are sent."""
 
 _LINE_BYTES = 1 << 16
 _HERE = os.path.dirname(__file__)
@@ -138,11 +137,7 @@ def failure_of(error: BaseException) -> RemoteFailure:
         lines = traceback.format_exception(kind, error, trace or error.__traceback__)
     except Exception:  # such as of a SyntaxError with other fields than CPython's
         lines = traceback.format_tb(trace or error.__traceback__)
-    try:
-        text = str(error)
-    except Exception as broken:
-        text = f"the text is not available: {type(broken).__name__}"
-    return RemoteFailure(name, text[:MAX_TEXT], "".join(lines)[-MAX_TEXT:])
+    return RemoteFailure(name, text_of(error), "".join(lines)[-MAX_TEXT:])
 
 
 async def send_line(sock: socket.socket, value: object) -> None:

@@ -19,7 +19,7 @@ from test_calls import calls_of, changes_of, fill
 
 from aioshm import WorkerDied
 from aioshm.engine import Restart, WorkerGroup
-from aioshm.engine.workers.worker import MAX_TEXT
+from aioshm.errors import MAX_TEXT
 
 pytestmark = pytest.mark.slow_on_uvloop
 
