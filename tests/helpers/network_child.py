@@ -20,7 +20,7 @@ from aioshm import AioshmError, Handle, MessageQueue
 from aioshm.queue.remote import wire
 
 LARGEST = 1 << 20
-EVERY_S = 0.2
+EVERY_S = 0.1
 DELAY_S = 0.004
 PACE_S = 0.009
 """On average: some 12 MB/s, which leaves the machine to others."""

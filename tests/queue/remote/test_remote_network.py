@@ -181,7 +181,7 @@ def test_cuts_delays_and_truncations_on_both_loops() -> None:
             verdict = verdict_of(child)
             nothing_is_wrong(verdict)
             assert verdict["sent"] > 10 * seconds
-            assert verdict["reconnects"] >= 2
+            assert verdict["reconnects"] > seconds
             assert verdict["resent"] > seconds
             assert verdict["cpu_s"] < 1 + seconds / 2, "it leaves the machine to others"
 
