@@ -44,9 +44,10 @@ Count = Annotated[int | None, typer.Option(min=1, help="Stop after so many batch
 Duration = Annotated[float, typer.Option(min=0.0, show_default=False, help="Stop after so many seconds.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
-_PATIENCE_S = 1.0
 _MAX_DEPTH = 100
 """How deep shown values may be nested."""
+
+_PATIENCE_S = 1.0
 """Seconds after which the command reports endpoints without a publisher."""
 
 _RECEIVE_S = 3600.0

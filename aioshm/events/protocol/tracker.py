@@ -208,8 +208,8 @@ class SourceTracker:
         else:
             self._deliver(stream, message, replayed=False)
 
-    def came_back(self) -> None:
-        """Record that a broken connection came back; messages from before it may still wait, see `reconnected`."""
+    def doubt_answer(self) -> None:
+        """Record that the answer to the current request may be another process's: a broken connection is back."""
         if self._questions:
             self._questions[0].outdated = True
 
@@ -217,7 +217,7 @@ class SourceTracker:
         """Record that a broken connection is back: live messages may come from another process."""
         for stream in self._streams.values():
             stream.doubted = self._can_replay
-        self.came_back()
+        self.doubt_answer()
         self.check()
 
     # Replay

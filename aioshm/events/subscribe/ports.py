@@ -168,7 +168,7 @@ class LivePort:
             self.backlog.put(connection, [frame.bytes for frame in frames])
         return False
 
-    def came_back(self) -> bool:
+    def take_return(self) -> bool:
         """Return, once, whether a connection came back, and all messages from before it were taken."""
         entries = self.backlog.entries
         if self._back_at is None or (entries and entries[0].number < self._back_at):
@@ -182,7 +182,7 @@ class LivePort:
         if came_back:
             self._stats.reconnects += came_back
             logger.debug("subscriber %s: connected again", self.endpoint)
-            tracker.came_back()
+            tracker.doubt_answer()
             if self._back_at is None:
                 self._back_at = before
         self._stats.handshake_failures += len(failed)
