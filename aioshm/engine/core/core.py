@@ -509,7 +509,7 @@ class EngineCore:
 
 
 def _is_cancellation(error: BaseException) -> bool:
-    """Return whether this task was cancelled; else the engine itself has raised the CancelledError."""
+    """Return whether the current task was cancelled; else the engine itself raised the CancelledError."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 

@@ -131,7 +131,7 @@ class LivePort:
 
     def read_ahead(self, tracker: SourceTracker) -> bool:
         """Receive messages into the backlog, and report connections; True if there may be more."""
-        before = self.backlog.received
+        received_before = self.backlog.received
         is_empty = self._receive_burst()
         if is_empty:  # no message of an ended connection waits in the socket any more
             for descriptor in self._gone:
@@ -141,7 +141,7 @@ class LivePort:
                 elif not self._bound:  # the only publisher, which may be known by replay
                     tracker.disconnected(Connection())
             self._gone.clear()
-        self._read_monitor(tracker, before)
+        self._read_monitor(tracker, received_before)
         if self.backlog.dropped > self._stats.dropped:
             self._stats.dropped = self.backlog.dropped
             text = (
@@ -168,15 +168,15 @@ class LivePort:
             self.backlog.put(connection, [frame.bytes for frame in frames])
         return False
 
-    def take_return(self) -> bool:
-        """Return, once, whether a connection came back, and all messages from before it were taken."""
+    def take_reconnection(self) -> bool:
+        """Return True once after each reconnection, when all messages received before it were taken."""
         entries = self.backlog.entries
         if self._back_at is None or (entries and entries[0].number < self._back_at):
             return False
         self._back_at = None
         return True
 
-    def _read_monitor(self, tracker: SourceTracker, before: int) -> None:
+    def _read_monitor(self, tracker: SourceTracker, received_before: int) -> None:
         came_back, failed = self.monitor.read()
         self._gone |= self.monitor.take_gone()
         if came_back:
@@ -184,7 +184,7 @@ class LivePort:
             logger.debug("subscriber %s: connected again", self.endpoint)
             tracker.doubt_answer()
             if self._back_at is None:
-                self._back_at = before
+                self._back_at = received_before
         self._stats.handshake_failures += len(failed)
         for failure in failed:
             reason = failure.reason

@@ -237,7 +237,7 @@ class EventSource:
     def _step(self) -> bool:
         """Handle one message, live or replayed; False if there is none."""
         tracker = self._tracker
-        if self.port.take_return():
+        if self.port.take_reconnection():
             tracker.reconnected()
         start = tracker.asking
         if start is not None:

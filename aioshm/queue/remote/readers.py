@@ -47,7 +47,7 @@ ANSWER_S = 0.5
 """How long a reader's answer decides on newcomers for its rank."""
 
 REMEMBERED = 256
-"""How many detached readers get the reason if they return."""
+"""How many readers, detached or refused, get the reason if they greet again."""
 
 
 class RemoteReader:
@@ -205,20 +205,20 @@ class RemoteReaders:
         self.drop(slot)
 
     def _end(self, reader: RemoteReader, why: str) -> None:
-        """Tell a reader that it is not one any more, and send it nothing else."""
+        """Send an attached reader its refusal, and nothing more."""
         self.sockets.send(reader.identity, wire.Refused(why, evicted=True))
         if self.registry.going:  # else a reader that reconnects might be admitted again
             self.sockets.cut_off(reader.rank)
 
     def _forget(self, reader: RemoteReader, why: str | None) -> None:
-        """Detach a reader, which may come back if there is no reason."""
+        """Detach a reader; the same reader may return if ``why`` is None."""
         del self.attached[reader.identity]
         if why is not None:
-            self._remember(reader.identity, why)
+            self._ban(reader.identity, why)
         self._close_if_delivered()
 
-    def _remember(self, identity: bytes, why: str) -> None:
-        """Refuse a reader from now on: it has given up, although greetings of it may be under way."""
+    def _ban(self, identity: bytes, why: str) -> None:
+        """Refuse all later greetings of a reader: the reader has given up, but some may be on their way."""
         self.gone[identity] = why
         if len(self.gone) > REMEMBERED:
             del self.gone[next(iter(self.gone))]
@@ -273,7 +273,7 @@ class RemoteReaders:
     def _admit_or_refuse(self, identity: bytes, hello: wire.Hello) -> None:
         answer = self.answer(identity, hello)
         if isinstance(answer, wire.Refused):
-            self._remember(identity, answer.reason)
+            self._ban(identity, answer.reason)
         if not isinstance(answer, ReaderSlot):
             self.sockets.send(identity, answer)
         elif self.sockets.reaches(identity):
