@@ -93,7 +93,9 @@ def rank(number: str, world_size: str, gloo_port: str, store_port: str) -> None:
         "some": dist.new_group([1, 2]),
         "deaf": dist.new_group(backend="cuda:gloo"),
         "hasty": dist.new_group(),
+        "destroyed": dist.new_group(),
     }
+    dist.destroy_process_group(groups["destroyed"])
     say("ready")
     for line in sys.stdin:
         order = json.loads(line)

@@ -92,15 +92,7 @@ class GroupCall:
 
     def _make_one_writer(self, writer_rank: int, external: Handle | str | bytes | None) -> Writer | Reader:
         group = self._group
-
-        def check() -> tuple[int, bool]:
-            self._check()
-            rank = check_rank("writer_rank", writer_rank, group.world_size)
-            return rank, group.rank == rank and external is not None
-
-        checked = gather(group, check)
-        _check_same("writer_rank", [rank for rank, _ in checked])
-        if checked[writer_rank][1]:
+        if self._agree("writer_rank", writer_rank, external)[writer_rank]:
             text = broadcast(group, writer_rank, lambda: _json_of(external))
         else:
             near = probe(group, writer_rank, self._options)
@@ -114,12 +106,7 @@ class GroupCall:
 
     def _make_one_reader(self, reader_rank: int) -> tuple[Writer, list[Handle]]:
         group = self._group
-
-        def check() -> int:
-            self._check()
-            return check_rank("reader_rank", reader_rank, group.world_size)
-
-        _check_same("reader_rank", gather(group, check))
+        self._agree("reader_rank", reader_rank)
         near = probe(group, reader_rank, self._options)[group.rank]
         local: list[int] = []
         remote: list[int] = []
@@ -134,6 +121,25 @@ class GroupCall:
         return self._end, [Handle.from_json(text) for text in texts]
 
     # Steps
+
+    def _agree(self, name: str, rank: int, external: object = None) -> list[bool]:
+        """Check that every rank makes the same call; return which ranks have an external handle."""
+
+        def check() -> tuple[str, int, bool]:
+            self._check()
+            return name, check_rank(name, rank, self._group.world_size), external is not None
+
+        calls = gather(self._group, check)
+        for other, (argument, value, _) in enumerate(calls):
+            if argument != calls[0][0]:
+                raise ValueError(
+                    f"every rank must make the same call: rank 0 has {calls[0][0]}, rank {other} {argument}"
+                )
+            if value != calls[0][1]:
+                raise ValueError(
+                    f"{name} must be the same at every rank: it is {calls[0][1]} at rank 0, {value} at rank {other}"
+                )
+        return [has_handle for _, _, has_handle in calls]
 
     def _check(self) -> None:
         if self._cancelled.is_set():
@@ -215,11 +221,3 @@ def _json_of(handle: Handle | str | bytes | None) -> str:
     if not isinstance(handle, Handle):
         raise TypeError(f"external_writer_handle must be a Handle, its JSON text or None, not {handle!r}")
     return handle.to_json()
-
-
-def _check_same(name: str, ranks: Sequence[int]) -> None:
-    for rank, value in enumerate(ranks):
-        if value != ranks[0]:
-            raise ValueError(
-                f"{name} must be the same at every rank: it is {ranks[0]} at rank 0, {value} at rank {rank}"
-            )

@@ -60,7 +60,9 @@ class _TorchGroup:
     def __init__(self, pg: ProcessGroup) -> None:
         import torch.distributed as dist
 
-        # Raises ValueError for a destroyed group.
+        self.rank = dist.get_rank(pg)  # first: raises ValueError for a destroyed group
+        if self.rank < 0:
+            raise _not_a_member()
         backends = dist.get_backend_config(pg)
         if "cpu" not in {backend.partition(":")[0] for backend in str(backends).split(",")}:
             raise ValueError(
@@ -68,10 +70,7 @@ class _TorchGroup:
                 "pass one made with torch.distributed.new_group(ranks, backend='gloo')"
             )
         self._pg = pg
-        self.rank = dist.get_rank(pg)
         self.world_size = dist.get_world_size(pg)
-        if self.rank < 0:
-            raise _not_a_member()
 
     def broadcast_obj(self, obj: Any, src: int) -> Any:
         import torch

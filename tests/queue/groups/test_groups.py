@@ -23,6 +23,7 @@ from aioshm.queue.groups.process_group import ObjectGroup
 
 create_from_process_group = MessageQueue.create_from_process_group
 create_from_process_group_single_reader = MessageQueue.create_from_process_group_single_reader
+MAKERS = (create_from_process_group, create_from_process_group_single_reader)
 
 
 SIZES = (4096, 4)
@@ -362,15 +363,13 @@ async def test_a_broken_group_leaves_nothing() -> None:
     assert probe_sockets() == set()
 
 
-@pytest.mark.parametrize(
-    ("maker", "name"),
-    [(create_from_process_group, "writer_rank"), (create_from_process_group_single_reader, "reader_rank")],
-)
+@pytest.mark.parametrize(("maker", "name"), [(MAKERS[0], "writer_rank"), (MAKERS[1], "reader_rank")])
 async def test_ranks_must_be_the_same_everywhere(maker: Any, name: str) -> None:
     errors = await everywhere([maker(pg, *SIZES, pg.rank) for pg in meet(2)])
+    errors += await everywhere([make(pg, *SIZES) for make, pg in zip(MAKERS, meet(2), strict=True)])
     assert [str(error) for error in errors] == [
         f"{name} must be the same at every rank: it is 0 at rank 0, 1 at rank 1"
-    ] * 2
+    ] * 2 + ["every rank must make the same call: rank 0 has writer_rank, rank 1 reader_rank"] * 2
 
 
 @pytest.mark.parametrize("external", [3, "nonsense", b""], ids=repr)

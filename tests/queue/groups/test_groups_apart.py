@@ -106,11 +106,13 @@ def test_vllms_interface_from_all_to_one(crew: Crew, group: str, members: list[i
     assert crew.returned() == [[], [], received]
 
 
-def test_a_group_without_a_backend_for_the_cpu(crew: Crew) -> None:
-    crew.do("same", "asyncio", group="deaf")
-    for answer in crew.answers():
-        assert answer["raised"] == "ValueError"
-        assert "this group has only 'cuda:gloo': pass one made with torch.distributed.new_group" in answer["text"]
+def test_groups_that_cannot_be_used(crew: Crew) -> None:
+    only = "this group has only 'cuda:gloo': pass one made with torch.distributed.new_group"
+    for group, text in (("deaf", only), ("destroyed", "is not registered")):
+        crew.do("same", "asyncio", group=group)
+        for answer in crew.answers():
+            assert answer["raised"] == "ValueError"
+            assert text in answer["text"]
 
 
 def test_a_rank_that_does_not_come(crew: Crew) -> None:
