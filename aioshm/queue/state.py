@@ -125,6 +125,8 @@ class EndState:
         # Of blocking ends: not empty while `wake_peers` has to wake a sleeping peer.
         self.pending_wakeups: list[None] = []
         self.defer_wakeup: Callable[[], None] = functools.partial(self.pending_wakeups.append, None)
+        # Of blocking ends: messages of `acquire_write` that a call may find undelivered.
+        self.raw: list[bytearray] = []
         # Whether all ends of the queue are attached.
         self.ready: bool = False
         # Makes the error that every call raises.
@@ -244,6 +246,13 @@ class EndState:
         """Open the fast path, if nothing forbids it."""
         shut = self.lock.calls or self.refusal is not None or (self.shut_while is not None and self.shut_while())
         self.core.open = self.ready and not shut
+
+    def raw_message(self, body: memoryview) -> bytearray:
+        """Return a copy of a message of `acquire_write`, for callers that want an object."""
+        message = bytearray(body)
+        if self.blocks:
+            self.raw.append(message)
+        return message
 
     def new_turn(self, now_ns: int = 0) -> None:
         """Start a new budget, now or at a given time, because the loop's other tasks have run."""

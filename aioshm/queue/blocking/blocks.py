@@ -144,7 +144,10 @@ class LeaseBlock(Block):
             end.state.core.open = False
             self._value = end.taken[0]
             if not self._decoded:
-                self._value = body_of(end.reader.encode(self._value))
+                if any(self._value is message for message in end.state.raw):
+                    self._value = memoryview(self._value).toreadonly()
+                else:
+                    self._value = body_of(end.reader.encode(self._value))
 
     def _wait_for_small(self, deadline: float | None) -> bool:
         """Wait for a message; take it as `dequeue` does if it is small. Return False if the loop has to lease it."""

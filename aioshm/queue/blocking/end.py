@@ -84,6 +84,8 @@ class BlockingEnd:
         """Run a coroutine of the end on the background loop; an exception of a signal handler cancels the coroutine."""
 
         async def called() -> T:
+            if not self.undelivered and not self.abandoned_blocks:
+                self.state.raw.clear()  # the callers have them
             try:
                 return await call()
             except QueueRestarted as news:
@@ -225,6 +227,7 @@ class BlockingEnd:
     ) -> None:
         """Wait once: for a message, or until the end has attached or has switched to the next writer."""
         self.raise_failure()
+        self.state.raw.clear()
         reader = self.reader
         in_thread = self.state.ready and not reader.has_news and reader.source.ring is not None
         if not (in_thread and self.wait_for_message(deadline, cancel, indefinite) and self.take(most)):

@@ -108,13 +108,7 @@ class GroupCall:
         group = self._group
         self._agree("reader_rank", reader_rank)
         near = probe(group, reader_rank, self._options)[group.rank]
-        local: list[int] = []
-        remote: list[int] = []
-        if near:
-            local.append(0)
-        else:
-            remote.append(0)
-        texts = gather(group, lambda: self._write(local, remote))
+        texts = gather(group, lambda: self._write([0] * near, [0] * (not near)))
         assert isinstance(self._end, Writer)
         if group.rank != reader_rank:
             return self._end, []

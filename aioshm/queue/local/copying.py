@@ -62,7 +62,7 @@ class CopyingSlots:
         self._finish()
         header, body = copied
         if header[0] == RAW:
-            return bytearray(body)
+            return self._state.raw_message(body)
         return self._decoded(self._codec.decode, header, body)
 
     def take_many(self, most: int) -> list[Any]:

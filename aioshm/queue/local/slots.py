@@ -114,7 +114,7 @@ class SlotReader:
         try:
             body = self._body(begin, header)
             if kind == RAW:
-                return bytearray(body[:size])
+                return self._state.raw_message(body[:size])
             return self._codec.decode(*split(body, how, n_buffers, size))
         finally:
             self.release(at)

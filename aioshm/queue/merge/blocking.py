@@ -108,6 +108,7 @@ class _Merging(stream.Merged[Any]):
         if failure is not None:
             held.failure = None
             return self._deliver_error(place, failure)
+        held.state.raw.clear()
         return super()._take(place)
 
     def _deliver(self, place: Place, obj: Any) -> tuple[int, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic_ns
 from typing import Any, Self
@@ -118,8 +118,9 @@ class Assembly:
 class Decoder:
     """Decodes received messages, and remembers the trace contexts of the latest."""
 
-    def __init__(self, codec: Codec, *, traced: bool) -> None:
+    def __init__(self, codec: Codec, raw_message: Callable[[memoryview], bytearray], *, traced: bool) -> None:
         self._codec = codec
+        self._raw_message = raw_message
         self._loads = loads_of(codec)
         self._view = view_of(codec)
         self._trail: deque[bytes] = deque(maxlen=TRAIL if traced else 0)
@@ -128,7 +129,7 @@ class Decoder:
     def decode(self, data: wire.Data) -> Any:
         """Return a message's object, or raise `CodecError`."""
         if data.kind == RAW:
-            return bytearray(data.body)
+            return self._raw_message(data.body)
         self._check_codec(data)
         try:
             if data.n_buffers or data.main_bytes > COPY_BYTES:

@@ -92,7 +92,7 @@ class NetworkSource(Source):
         )
         self.window: ReceiveWindow = ReceiveWindow(0, 0, skips=slow == "skip")  # the welcome has the bounds
         self._assembly = Assembly()
-        self._decoder = Decoder(codec, traced=handle.options.trace_context)
+        self._decoder = Decoder(codec, state.raw_message, traced=handle.options.trace_context)
         self.sockets: ReaderSockets | None = None
         # The writer's introduction; None: not admitted yet.
         self.welcome: wire.Welcome | None = None

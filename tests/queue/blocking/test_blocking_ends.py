@@ -98,16 +98,18 @@ def test_a_forked_child_is_refused_and_harms_nobody() -> None:
 
 
 @pytest.mark.parametrize("n_local", [0, 1])
-def test_first_acquired_read_of_a_reader_that_has_yet_to_attach_gives_the_bytes(n_local: int) -> None:
+def test_read_acquired_before_attaching_or_after_an_interrupted_merge_gives_the_bytes(n_local: int) -> None:
     def send() -> None:
-        for _ in range(2):
+        for _ in range(3):
             with writer.acquire_write(20, nbytes=4) as chunk:
                 chunk[:4] = b"abcd"
 
     with blocking.MessageQueue(1, n_local, connect_ip="127.0.0.1") as writer:
         with blocking.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
             sending = Thread(send)
-            for _ in range(2):
+            for merges in (False, False, True):
+                if merges:
+                    reader.held.loop().run(blocking.merge({0: reader})._merging.wait)
                 with reader.acquire_read(20) as view:
                     assert bytes(view[:4]) == b"abcd"
             sending.result()
