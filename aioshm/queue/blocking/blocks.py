@@ -129,16 +129,14 @@ class LeaseBlock(Block):
         end = self._end
         while end.async_block is None:
             if end.undelivered:
-                pass
-            elif not end.state.ready or end.reader.has_news or end.failure is not None:
+                end.taken = end.undelivered[:1]
+                del end.undelivered[:1]
+                break
+            if not end.state.ready or end.reader.has_news or end.failure is not None:
                 end.raise_failure()
                 end.run_cancellable(lambda event: end.reader.wait_until_ready(deadline, event), self._cancel)
             elif end.reader.source.ring is None or not self._wait_for_small(deadline):
                 end.run_cancellable(lambda event: self._enter_on_loop(deadline, event), self._cancel)
-            if end.undelivered:
-                end.taken = end.undelivered[:1]
-                del end.undelivered[:1]
-                break
         if end.taken:
             end.state.lock.calls = 1  # as while an asynchronous block is open
             end.state.core.open = False

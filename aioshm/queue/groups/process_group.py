@@ -206,11 +206,9 @@ def in_the_same_node_as(
 def probe(group: ObjectGroup, source: int, options: Options | None) -> list[bool]:
     """Run `in_the_same_node_as` with checked arguments."""
     with ExitStack() as stack:
-
-        def invite() -> tuple[str, bytes, str | None]:
-            return _open_probe(stack, Options.from_env() if options is None else options, group.world_size)
-
-        address, secret, segment = broadcast(group, source, invite)
+        address, secret, segment = broadcast(
+            group, source, lambda: _open_probe(stack, options or Options.from_env(), group.world_size)
+        )
         return gather(group, lambda: group.rank == source or _reaches(address, secret, segment))
 
 
