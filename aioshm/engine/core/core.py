@@ -228,7 +228,7 @@ class EngineCore:
     # Receiving
 
     def receive(self, client: int, frames: list[Frame]) -> None:
-        """Queue a message of a client, or of the `COORDINATOR`; without frames: the client is gone."""
+        """Queue a message of a client, or of the `COORDINATOR`; without frames: see `CoreSockets`."""
         self._messages.append((client, frames))
         self._arrived.set()
 
@@ -257,6 +257,10 @@ class EngineCore:
 
     async def _forget(self, client: int) -> None:
         """Drop everything of a client that is gone."""
+        if client == COORDINATOR:  # it may have lost the start of a wave, and the peer that reported it waits for all
+            if self._lockstep is not None and not self._order.mode:
+                self._report_wave(start=self._lockstep.add(0))
+            return
         self._held = [each for each in self._held if each[0].client != client]
         self._unanswered = [each for each in self._unanswered if each[0] != client]
         requests = [each for each, owner in self._owners.items() if owner.client == client]

@@ -213,7 +213,7 @@ class CoreSockets:
     """The sockets to all clients, and to the coordinator if there is one.
 
     ``core.receive`` gets the index of a client, or `COORDINATOR`, and the frames of a message; no frames: the client is
-    gone.
+    gone, or the coordinator is back.
     """
 
     def __init__(self, addresses: EngineZmqAddresses, core: EngineCore) -> None:
@@ -230,7 +230,7 @@ class CoreSockets:
         self._sockets = Sockets()
         self.front_ends: list[FrontEnd] = []
         self.coordinated: bool = addresses.coordinator_input is not None and addresses.coordinator_output is not None
-        self._orders: Pump | None = None  # of the coordinator
+        self._listening = ExitStack()  # to the coordinator
         self._coordinator_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             for client, both in enumerate(zip(addresses.inputs, addresses.outputs, strict=True)):
@@ -259,7 +259,11 @@ class CoreSockets:
         if self.coordinated:
             receive = partial(with_views, self._subscription)
             loop = asyncio.get_running_loop()
-            self._orders = Pump.of_messages(loop, self._subscription, self._take_from_coordinator, receive)
+            monitor = self.monitor(self._subscription)
+            self._listening.callback(monitor.close)
+            self._listening.callback(Pump(loop, monitor.pair, partial(self._look, monitor)).pause)
+            orders = Pump.of_messages(loop, self._subscription, self._take_from_coordinator, receive)
+            self._listening.callback(orders.pause)
             await self._coordinator_ready
 
     def send(self, client: int, frames: list[Frame], *, counts: bool = True) -> None:
@@ -289,8 +293,7 @@ class CoreSockets:
         for front_end in self.front_ends:
             front_end.send([ENGINE_CORE_DEAD], counts=True)
             front_end.stop()
-        if self._orders is not None:
-            self._orders.pause()
+        self._listening.close()
         self._coordinator_ready.cancel()
         await give_back(self._flush)
 
@@ -349,6 +352,10 @@ class CoreSockets:
         monitor = Monitor(socket)
         self._sockets.add(monitor.pair)
         return monitor
+
+    def _look(self, monitor: Monitor) -> None:
+        if monitor.read()[0]:  # the coordinator is back, or another one is there
+            self.core.receive(COORDINATOR, [])
 
     def _take_from_coordinator(self, frames: list[Frame]) -> None:
         if frames != [COORDINATOR_READY]:

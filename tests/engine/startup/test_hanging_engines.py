@@ -206,6 +206,19 @@ async def test_in_lockstep_nobody_is_killed_for_a_stopped_engine(tmp_path: Path)
         assert pids(supervisor) == before
 
 
+async def test_wave_whose_start_is_lost_with_the_coordinator_is_started_when_the_next_one_is_there(
+    tmp_path: Path,
+) -> None:
+    async with asyncio.timeout(60), in_step(tmp_path) as supervisor:
+        assert supervisor.launch.coordinator is not None
+        victim = supervisor.launch.coordinator.proc.pid or 0
+        stop(victim, signal.SIGSTOP)
+        stream = supervisor.client.submit(ask("a"), engine=0)
+        await until(lambda: [*tmp_path.glob("*/rounds/0-1")])
+        stop(victim)
+        assert len(await collected(stream)) == 3
+
+
 # By hand
 
 
