@@ -37,7 +37,7 @@ ABORT_WITHIN_S = 2.0
 GONE_WITHIN_S = 30.0
 """How long a killed process may take to be gone. With much memory, or with a device, that takes seconds."""
 
-_OWN_ATTRIBUTES = frozenset({"_stderr", "_place", "_launched", "progress", "reason", "_killed_at"})
+_OWN_ATTRIBUTES = frozenset({"_stderr", "_place", "_launched", "progress", "reason", "is_stopping", "_killed_at"})
 """Attributes of the parent's object, which the new process does not get."""
 
 _HAVE_WAITID = hasattr(os, "waitid")  # macOS: from Python 3.13 on
@@ -62,6 +62,7 @@ class Child(SpawnProcess):
         super().__init__(target=target, name=name, args=args, kwargs=kwargs or {})
         self.progress: progress.Cell | None = None  # of the started process, which writes its progress there
         self.reason: str = ""  # why `end` has killed the process
+        self.is_stopping: bool = False  # whether this process has sent SIGTERM
         self._stderr = stderr
         self._place = place or Place({})
         self._killed_at: float | None = None
@@ -88,6 +89,10 @@ class Child(SpawnProcess):
         if self.send_signal(signal.SIGABRT, reason):
             self.join(ABORT_WITHIN_S)
             self.kill()
+
+    def terminate(self) -> None:
+        super().terminate()
+        self.is_stopping = True
 
     def kill(self) -> None:
         super().kill()

@@ -177,7 +177,7 @@ class ProgressWatch:
         self._timer: asyncio.TimerHandle | None = None  # None: there is no process to watch
 
     def add(self, name: str, process: Child, *, in_step: bool = False) -> Watched:
-        """Watch a process, until it exits."""
+        """Watch a process, until it exits, or is stopped within a time limit."""
         watched = self._watched[process] = Watched(name, process, self._warning_s, in_step=in_step)
         if self._timer is None:
             self._last = self._loop.time()
@@ -199,20 +199,21 @@ class ProgressWatch:
         elapsed_s = min(now - self._last, 2 * self._interval_s)
         self._last = now
         for watched in list(self._watched.values()):
-            sample = None if watched.process.progress is None else watched.process.progress.read()
-            if sample is None or watched.process.exitcode is not None or watched.process.survives_kill:
-                del self._watched[watched.process]
+            process = watched.process
+            sample = None if process.progress is None else process.progress.read()
+            if sample is None or process.exitcode is not None or process.survives_kill or process.is_stopping:
+                del self._watched[process]
                 continue
             is_still = sample == watched.judge.last
             is_late = watched.judge.look(elapsed_s, sample)
             was_stopped = watched.is_stopped
-            watched.is_stopped = (is_late or is_still) and _is_stopped(watched.process)
+            watched.is_stopped = (is_late or is_still) and _is_stopped(process)
             if was_stopped and not watched.is_stopped:
                 self._forgive(watched)
             elif is_late:
                 self._late(watched)
             elif watched.health != "running":
-                logger.info("%s (pid %s) makes progress again", watched.name, watched.process.pid)
+                logger.info("%s (pid %s) makes progress again", watched.name, process.pid)
                 self._enter(watched, "running", "")
         self._end_causes()
         self._timer = None

@@ -40,7 +40,7 @@ from aioshm.engine.security.keys import AnyKeys
 from aioshm.errors import MAX_TEXT, AioshmError, CodecError, text_of
 from aioshm.logs import LogLimiter
 from aioshm.process import progress
-from aioshm.process.progress import BUSY, ENDING, IDLE, WAITING
+from aioshm.process.progress import BUSY, IDLE, WAITING
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 
@@ -176,12 +176,9 @@ class EngineCore:
             else:
                 await self._wait(IDLE_STEP_S)
 
-    async def aclose(self, *, failed: bool) -> None:
-        """Report the end to the front ends, close the sockets, and shut the engine down.
-
-        Nobody limits the time that an engine may take for this after a failure, so it is watched then.
-        """
-        self._progress.enter(BUSY if failed else ENDING)
+    async def aclose(self) -> None:
+        """Report the end to the front ends, close the sockets, and shut the engine down."""
+        self._progress.enter(BUSY)  # a supervisor that has not asked for the end watches how long it takes
         for task in self._calls:
             task.cancel()
         try:

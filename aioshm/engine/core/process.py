@@ -156,15 +156,11 @@ async def run_engine_core(
     try:
         with ExitStack() as watches:
             watches.enter_context(own.turning())
-            failed = False
             try:
                 await shake_hands(handshake_address, index, initialize=initialize, handshake=chosen)
                 await core.run()
-            except Exception:
-                failed = True
-                raise
             finally:
-                await core.aclose(failed=failed)
+                await core.aclose()
     except (asyncio.CancelledError, SystemExit):
         if not termination.take_back():
             raise

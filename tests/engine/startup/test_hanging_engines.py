@@ -152,12 +152,16 @@ async def test_hung_engine_that_survives_sigkill_fails_its_requests_and_is_repla
         stop(victim)
 
 
-async def test_engine_that_fails_and_hangs_in_shutdown_is_replaced() -> None:
+@pytest.mark.parametrize("crash", ["out of memory", ""])
+async def test_engine_that_ends_and_hangs_in_shutdown_is_replaced(crash: str) -> None:
     async with supervised(1, restart=HANG) as supervisor:
         victim = pids(supervisor)[0]
-        request = ask("a", crash="out of memory", hang_at_the_end=True)
+        stream = supervisor.client.submit(ask("a", None, crash=crash, hang_at_the_end=True))
+        if not crash:
+            await anext(stream)
+            stop(victim, signal.SIGTERM)
         with pytest.raises(EngineDead):
-            await collected(supervisor.client.submit(request))
+            await collected(stream)
         await until(lambda: supervisor.engines[0].state == "running" and pids(supervisor)[0] != victim)
         assert line_of("hang_in_a_lock") in supervisor.engines[0].cause
 
