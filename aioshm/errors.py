@@ -10,9 +10,12 @@ import asyncio
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 E = TypeVar("E", bound="AioshmError")
+
+CODE_ERRORS: Final = Exception, asyncio.CancelledError
+"""What code of a value or a message may raise. A codec awaits nothing: a `CancelledError` cancels no task."""
 
 
 class AioshmError(Exception):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from aioshm.errors import CodecError
+from aioshm.errors import CODE_ERRORS, CodecError, text_of
 
 if TYPE_CHECKING:  # the defaults are for type checkers: a queue or codec without a type is one of Any
     from typing_extensions import TypeVar
@@ -97,17 +97,17 @@ def cannot_decode(error: BaseException, codec: str = "pickle") -> CodecError:
     """
     _clear_frames(error)
     action = "unpickle a message" if codec == "pickle" else f"decode a {codec} message"
-    result = CodecError(f"cannot {action}: {type(error).__name__}: {error}")
+    result = CodecError(f"cannot {action}: {type(error).__name__}: {text_of(error)}")
     result.__cause__ = error
     return result
 
 
-def check_again(error: Exception, call: Callable[..., object], *arguments: Any) -> None:
+def check_again(error: BaseException, call: Callable[..., object], *arguments: Any) -> None:
     """Raise the error if it does not recur: a signal handler raised it, and the message is sound."""
     for _ in range(TRIES - 1):
         try:
             call(*arguments)
-        except Exception:
+        except CODE_ERRORS:
             continue
         _clear_frames(error)
         raise error

@@ -29,7 +29,7 @@ from aioshm.codec.array_heads import (
 )
 from aioshm.codec.base import OUT_OF_BAND_BYTES, Encoded, T, cannot_decode, check_again, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
-from aioshm.errors import CodecError
+from aioshm.errors import CODE_ERRORS, CodecError, text_of
 
 _ARRAY = 102
 _HEAD = struct.Struct("<IH")
@@ -117,11 +117,11 @@ class MsgpackCodec(Generic[T]):
             main = self._pack(obj)
         except BaseException as error:
             try:
-                if not isinstance(error, Exception):
+                if not isinstance(error, CODE_ERRORS):
                     raise
                 self._outgoing.clear()
                 check_again(error, self._pack, obj)
-                raise CodecError(f"cannot encode {type(obj).__qualname__}: {error}") from error
+                raise CodecError(f"cannot encode {type(obj).__qualname__}: {text_of(error) or repr(error)}") from error
             finally:
                 self._outgoing.clear()
         if not self._outgoing:
@@ -138,7 +138,7 @@ class MsgpackCodec(Generic[T]):
         """
         try:
             return self._decoded(bytes(main), buffers, False)  # msgspec may return parts of its input
-        except Exception as error:
+        except CODE_ERRORS as error:
             check_again(error, self._decoded, bytes(main), buffers, False)
             del main, buffers  # the error must not keep them alive, nor their memory
             raise cannot_decode(error, self.name) from error
@@ -155,7 +155,7 @@ class MsgpackCodec(Generic[T]):
         """
         try:
             return self._decoded(main.toreadonly(), buffers, True)
-        except Exception as error:
+        except CODE_ERRORS as error:
             check_again(error, self._decoded, main.toreadonly(), buffers, True)
             del main, buffers
             raise cannot_decode(error, self.name) from error

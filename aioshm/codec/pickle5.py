@@ -12,7 +12,7 @@ from typing import Any
 from aioshm.codec.array_heads import is_array, load_libraries, packers, reducers, unpack_message
 from aioshm.codec.base import OUT_OF_BAND_BYTES, Encoded, cannot_decode, check_again, is_loaded, own_copy
 from aioshm.codec.frames import MAX_BUFFERS
-from aioshm.errors import CodecError
+from aioshm.errors import CODE_ERRORS, CodecError, text_of
 
 _modules = sys.modules
 _loads = pickle.loads
@@ -42,7 +42,7 @@ class PickleCodec:
         """
         try:
             return _decoded(main, buffers, False)
-        except Exception as error:
+        except CODE_ERRORS as error:
             check_again(error, _decoded, main, buffers, False)
             del main, buffers  # the error must not keep them alive, nor their memory
             raise cannot_decode(error) from error
@@ -58,7 +58,7 @@ class PickleCodec:
         """
         try:
             return _decoded(main, buffers, True)
-        except Exception as error:
+        except CODE_ERRORS as error:
             check_again(error, _decoded, main, buffers, True)
             del main, buffers
             raise cannot_decode(error) from error
@@ -140,10 +140,10 @@ def _new_encode() -> Callable[[Any], Encoded]:
             main = take_chunk()
         except BaseException as error:
             try:
-                if not isinstance(error, Exception):
+                if not isinstance(error, CODE_ERRORS):
                     raise
                 check_again(error, lambda: new_pickler()[0](obj))  # each pickler has a memo
-                raise CodecError(f"cannot pickle {type(obj).__qualname__}: {error}") from error
+                raise CodecError(f"cannot pickle {type(obj).__qualname__}: {text_of(error) or repr(error)}") from error
             finally:
                 chunks.clear()
                 buffers.clear()

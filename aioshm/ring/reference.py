@@ -12,6 +12,7 @@ from threading import Lock, get_ident
 from time import monotonic_ns
 from typing import Any, Final
 
+from aioshm.errors import CODE_ERRORS
 from aioshm.ring import layout as at
 from aioshm.ring.layout import Pool, Sizes, chunk_at
 from aioshm.ring.record import NO_MESSAGE, ReaderRecord, WriterRecord
@@ -506,7 +507,7 @@ class ReaderBase(_End):
                 if message is None:
                     break
                 try:
-                    obj = message if self._raw else self._code(message)
+                    obj = message if self._raw else self._load(message)
                 except Exception:
                     if batch:
                         break  # the next call meets the same message again
@@ -550,9 +551,18 @@ class ReaderBase(_End):
             return SLOW_PATH
         self.in_use += 1
         try:
-            return self._out_of_band(self._slot()) if message is None else self._code(message)
+            return self._out_of_band(self._slot()) if message is None else self._load(message)
         finally:
             self.in_use -= 1
+
+    def _load(self, message: bytes) -> Any:
+        """Decode a message. A `CancelledError` of the message's own code becomes another error."""
+        try:
+            return self._code(message)
+        except CODE_ERRORS as error:
+            if isinstance(error, Exception):
+                raise
+            raise RuntimeError(repr(error)) from error
 
     def _copy_plain(self) -> bytes | None:
         view, start, room = self._view, self._slot(), self._sizes.inline_bytes

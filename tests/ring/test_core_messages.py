@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import struct
 import sys
@@ -144,13 +145,18 @@ class TestTake:
                 pair.reader.receive_into(wrong)
 
     def test_message_that_cannot_be_decoded_is_finished_with_and_damaged(self, new_pair: NewPair) -> None:
-        pair = new_pair(raw=False)
-        pair.writer.put_many([b"\xff", b"\xff", b"good"], 0)
+        pair = new_pair(1, 4, raw=False)
+        pair.writer.put_many([b"\xff", b"\xff", b"0", b"good"], 0)
         assert not pair.reader.damaged
         for call in (pair.reader.take, lambda: pair.reader.receive_into([])):
             with pytest.raises(UnicodeDecodeError):
                 call()
             assert pair.reader.damaged
+        pair.reader.bind(raising(asyncio.CancelledError()), PLAIN, False, None)
+        with pytest.raises(RuntimeError, match=r"^CancelledError\(\)$"):
+            pair.reader.take()
+        assert pair.reader.damaged
+        pair.reader.bind(decode, PLAIN, False, None)
         assert pair.reader.receive() == "good"
 
 

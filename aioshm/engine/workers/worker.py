@@ -24,9 +24,10 @@ from itertools import islice
 from pickletools import genops
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from aioshm.codec import Encoded, PickleCodec, cannot_decode
+from aioshm.codec import PickleCodec, cannot_decode
 from aioshm.config import Options
 from aioshm.errors import (
+    CODE_ERRORS,
     MAX_TEXT,
     AioshmError,
     CodecError,
@@ -91,23 +92,11 @@ class Undecodable(NamedTuple):
 class MessageCodec(PickleCodec):
     """Pickle, for messages: a message whose value cannot be decoded still names its call."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        pickled = self.encode
-
-        def encode(message: Any) -> Encoded:
-            try:
-                return pickled(message)
-            except asyncio.CancelledError as error:  # from the code of a value: no await is here
-                raise CodecError(f"cannot pickle a message: {error!r}") from error
-
-        self.encode = encode
-
     @staticmethod
     def loads(data: bytes) -> Any:
         try:
             return PickleCodec.loads(data)
-        except (Exception, asyncio.CancelledError) as error:  # the latter from the code of a value
+        except CODE_ERRORS as error:
             return _without_value(data, cannot_decode(error))
 
     def decode(self, main: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
@@ -115,8 +104,6 @@ class MessageCodec(PickleCodec):
             return super().decode(main, buffers)
         except CodecError as error:
             return _without_value(main, error)
-        except asyncio.CancelledError as error:
-            return _without_value(main, cannot_decode(error))
 
 
 def _without_value(pickled: bytes | memoryview, error: CodecError) -> Message:

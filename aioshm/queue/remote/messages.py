@@ -14,7 +14,7 @@ import msgspec
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
 from aioshm.codec.base import OwnMemory, own_copy
 from aioshm.codec.frames import HEADER, INLINE, RAW, split_body, write_body
-from aioshm.errors import AioshmError, CodecError, SharedMemoryError
+from aioshm.errors import CODE_ERRORS, AioshmError, CodecError, SharedMemoryError
 from aioshm.queue.remote import wire
 from aioshm.queue.remote.window import Outgoing
 from aioshm.queue.tracing import NO_TRACE, is_trace
@@ -137,7 +137,7 @@ class Decoder:
             return self._loads(bytes(data.body))
         except AioshmError:
             raise
-        except Exception as error:
+        except CODE_ERRORS as error:
             raise cannot_decode(error, self._codec.name) from error
 
     def view(self, data: wire.Data) -> Any:

@@ -134,6 +134,29 @@ static PyObject *copy_plain(ReaderEnd *self)
     return message;
 }
 
+/* Decode a message. A CancelledError of the message's own code becomes another error: it has cancelled no task. */
+static PyObject *load(PyObject *callable, PyObject *message)
+{
+    PyObject *obj = call(callable, message), *type, *error, *traceback;
+    if (obj != NULL || PyErr_ExceptionMatches(PyExc_Exception))
+        return obj;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    PyObject *asyncio = PyImport_ImportModule("asyncio");
+    PyObject *cancelled = asyncio == NULL ? NULL : PyObject_GetAttrString(asyncio, "CancelledError");
+    if (cancelled != NULL && PyErr_GivenExceptionMatches(type, cancelled)) {
+        PyErr_Format(PyExc_RuntimeError, "%R", error);
+        Py_DECREF(type);
+        Py_DECREF(error);
+        Py_XDECREF(traceback);
+    } else {
+        PyErr_Restore(type, error, traceback);
+    }
+    Py_XDECREF(cancelled);
+    Py_XDECREF(asyncio);
+    return NULL;
+}
+
 /* Decode the next message, which is there and stays where it is; `slow_path` if it is no ordinary one. */
 static PyObject *decode(ReaderEnd *self)
 {
@@ -152,7 +175,7 @@ static PyObject *decode(ReaderEnd *self)
         return obj;
     }
     end->in_use++;
-    obj = call(callable, arg);
+    obj = load(callable, arg);
     end->in_use--;
     Py_DECREF(arg);
     return obj;
@@ -294,7 +317,7 @@ static PyObject *reader_take_many(ReaderEnd *self, PyObject *arg)
             break;
         if (!end->raw) {
             PyObject *message = obj;
-            obj = call(end->code, message);
+            obj = load(end->code, message);
             Py_DECREF(message);
             if (obj == NULL) {
                 if (n == 0 && is_damaged(self)) {

@@ -16,9 +16,9 @@ import pytest
 from children import child
 from overflowing import BOTH_WAYS
 from pairs import EITHER_PLACE, attached
-from receiving import Decoded, dequeue, dequeue_many, lease
+from receiving import Decoded, dequeue, dequeue_many, lease, while_decoding
 from remotes import ready_ends, wide_writer
-from support import bystander, until
+from support import bystander, raising, until
 
 from aioshm import CodecError, Handle, MessageQueue, MessageTooLarge, Options, QueueCancelled, QueueClosed, RoleError
 from aioshm.queue.state import YIELD_AFTER_MESSAGES
@@ -113,19 +113,22 @@ async def test_a_failed_raw_write_sends_nothing_and_a_failed_raw_read_releases(n
 
 
 @EITHER_PLACE
-async def test_undecodable_and_unencodable_messages(n_local: int, n_remote: int) -> None:
-    async with ready_ends(n_local, n_remote) as (writer, (reader,)):
-        with pytest.raises(CodecError, match="function"):
-            await writer.enqueue(lambda: None)
-        for _ in range(2):
-            await writer.enqueue(Decoded(fails=True))
-            await writer.enqueue("fine")
-        with pytest.raises(CodecError, match="LookupError: boom"):
-            await reader.dequeue(5)
-        assert await reader.dequeue(5) == "fine"
-        with pytest.raises(CodecError, match="LookupError: boom"):
-            await reader.dequeue_many(5, 5)
-        assert await reader.dequeue_many(5, 5) == ["fine"]
+@pytest.mark.parametrize("error", [LookupError("boom"), asyncio.CancelledError("boom")], ids=repr)
+async def test_undecodable_and_unencodable_messages(n_local: int, n_remote: int, error: BaseException) -> None:
+    refuses = type("Refuses", (), {"__reduce__": raising(error)})()
+    async with ready_ends(n_local, n_remote, chunks=6) as (writer, (reader,)):
+        with pytest.raises(CodecError, match="cannot pickle Refuses: boom"):
+            await writer.enqueue(refuses)
+        await writer.enqueue_many(["fine", Decoded(), "fine"] * 2)
+        await until(lambda: reader.stats().backlog == 6)
+        with while_decoding(raising(error)):
+            assert await reader.dequeue(5) == "fine"
+            with pytest.raises(CodecError, match=f"{type(error).__name__}.*boom"):
+                await reader.dequeue(5)
+            assert await reader.dequeue_many(5, 5) == ["fine", "fine"]
+            with pytest.raises(CodecError, match=f"{type(error).__name__}.*boom"):
+                await reader.dequeue_many(5, 5)
+            assert await reader.dequeue_many(5, 5) == ["fine"]
 
 
 @pytest.mark.parametrize(("n_local", "n_remote"), [(1, 0), (1, 1)])
