@@ -157,6 +157,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         check_bool("allow_insecure_pickle", self.allow_insecure_pickle)
         _check_share("max_spin_cpu", self.max_spin_cpu)
         _check_path("runtime_dir", self.runtime_dir)
+        if not os.path.isabs(self.runtime_dir):  # readers, and this process later, may have other working directories
+            msgspec.structs.force_setattr(self, "runtime_dir", os.path.abspath(self.runtime_dir))
         if self.backing == "memfd" and not hasattr(os, "memfd_create"):
             raise ValueError("backing='memfd' needs Linux; use backing='named' here")
         if self.lifeline == "abstract" and not _ON_LINUX:

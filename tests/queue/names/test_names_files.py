@@ -59,6 +59,16 @@ async def test_the_file_and_its_directory_are_this_users_alone(names: Path) -> N
         os.umask(before)
 
 
+async def test_relative_directory_stays_where_it_is(names: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(names.parent)
+    monkeypatch.setenv("AIOSHM_RUNTIME_DIR", names.name)
+    async with new_writer() as writer, MessageQueue.attach("steps", 0) as reader:
+        monkeypatch.chdir("/")
+        await writer.enqueue(1, 20)
+        assert await reader.dequeue(20) == 1
+    assert os.listdir(names) == []
+
+
 async def test_a_writer_that_is_killed_between_two_steps(names: Path) -> None:
     async with named_child("die_at_every_step", "steps", str(names)) as running:
         # A name that is new is not taken over, and one that is not, not taken by a draft that gets there first.
