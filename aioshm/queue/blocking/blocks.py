@@ -29,13 +29,14 @@ class Block(AbstractContextManager[Any]):
     def __init__(self, end: BlockingEnd, timeout: float | None) -> None:
         self._end = end
         self._timeout = timeout
+        self._cancel: threading.Event | None = None
         self._value: Any = None
 
     def __enter__(self) -> Any:
         end = self._end
         deadline = deadline_after(self._timeout, in_thread=True)
         block = weakref.ref(self, end.block_dropped)
-        end.acquire(deadline)
+        end.acquire(deadline, cancel=self._cancel)
         end.block = block  # no call since: from here on, `block_dropped` releases the lock at the latest
         entered = False
         try:

@@ -20,7 +20,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioshm.closing import warn_not_closed
-from aioshm.errors import AioshmError, QueueClosed, QueueRestarted, RoleError
+from aioshm.errors import AioshmError, QueueCancelled, QueueClosed, QueueRestarted, RoleError
 from aioshm.process.loop_thread import LoopThread, ProcessLock, process_lock, shared_loop
 from aioshm.queue.ends.blocks import ReadBlock
 from aioshm.queue.ends.reader import Reader
@@ -122,7 +122,9 @@ class BlockingEnd:
 
     # One call at a time
 
-    def acquire(self, deadline: float | None, busy: type[AioshmError] | None = None) -> None:
+    def acquire(
+        self, deadline: float | None, busy: type[AioshmError] | None = None, cancel: threading.Event | None = None
+    ) -> None:
         """Acquire the lock of this end, or raise ``busy``; ``lock.owner = 0`` and `release` release the lock."""
         if self.state.refusal is not None and self._loop is not None and self._loop.elsewhere:
             self.state.check_refusal()
@@ -143,6 +145,8 @@ class BlockingEnd:
             self.state.check_refusal()
             if busy is not None:
                 raise busy(f"{self!r}: another thread waits here, or is in a block that has a slot")
+            if cancel is not None and cancel.is_set():
+                raise QueueCancelled("the cancel event is set")
             if monotonic() >= until:
                 raise TimeoutError(f"{self!r}: another thread's call, or its block, did not end in time")
         if self.abandoned_blocks:
@@ -214,7 +218,7 @@ class BlockingEnd:
 
     def receive(self, deadline: float | None, cancel: threading.Event | None, indefinite: bool, most: int = 1) -> None:
         """Wait until a message is undelivered. Another thread may take it before the caller does."""
-        self.acquire(deadline)
+        self.acquire(deadline, cancel=cancel)
         try:
             while not self.undelivered:
                 self.receive_once(deadline, cancel, indefinite, most)

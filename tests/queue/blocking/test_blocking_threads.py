@@ -16,7 +16,7 @@ from faces import READS, WRITES, Thread, handling, interrupt_after, make_writer,
 from receiving import Decoded, while_decoding
 from support import eventually
 
-from aioshm import Options, PeerClosed, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
+from aioshm import Options, PeerClosed, QueueCancelled, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
 from aioshm.process.loop_thread import process_lock
 from aioshm.queue.membership import ReaderJoined, ReaderLeft
 
@@ -171,7 +171,7 @@ def test_a_second_thread_waits_for_its_turn() -> None:
 
 
 @pytest.mark.parametrize("timeout", [0.001, 0.11])
-def test_timeout_ends_while_another_thread_waits(timeout: float) -> None:
+def test_timeout_or_cancel_ends_while_another_thread_waits(timeout: float) -> None:
     with pair() as (writer, reader):
         waiting = Thread(reader.dequeue)
         until_it_waits(reader)
@@ -182,6 +182,13 @@ def test_timeout_ends_while_another_thread_waits(timeout: float) -> None:
                 reader.dequeue(timeout)
             took_s.append(time.monotonic() - began)
         assert min(took_s) < timeout + 0.05
+        for call in (reader.dequeue, lambda **cancel: reader.lease(20, **cancel).__enter__()):
+            cancel = threading.Event()
+            cancelled = Thread(partial(call, cancel=cancel))
+            eventually(lambda: reader.held.lock.waiting, "the second wait")
+            cancel.set()
+            with pytest.raises(QueueCancelled):
+                cancelled.result()
         writer.enqueue("last")
         assert waiting.result() == "last"
 
