@@ -356,7 +356,7 @@ class Sender:
         need = self.need([message])
         if self._window_is_full(need):
             return f"the window of the remote readers is full: {self._laggards(need)}"
-        return f"no {self._lacking(need)} is free: {self._laggards(need)}"
+        return f"no {self._lacking(need)} is free: {self._laggards(need) or 'a call waits for room, or a block has it'}"
 
     def _lacking(self, need: Need) -> str:
         if self._ring.ring.free(need.slots):

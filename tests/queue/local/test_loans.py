@@ -19,7 +19,7 @@ from pairs import attached
 from remotes import ready_ends
 from support import cancelled_after, until
 
-from aioshm import MessageQueue, MessageTooLarge, PeerDied, QueueClosed, RoleError
+from aioshm import MessageQueue, MessageTooLarge, PeerDied, QueueClosed, QueueFull, RoleError
 from aioshm.queue.local.loans import IN_PLACE_BYTES
 
 pytestmark = pytest.mark.slow_on_uvloop
@@ -180,6 +180,8 @@ async def test_nothing_is_sent_where_the_block_raises(size: int, like: Any) -> N
             with pytest.raises(ZeroDivisionError):
                 async with writer.loan(size, "uint8", like) as array:
                     _fill(array, 1)
+                    with pytest.raises(QueueFull, match="is free: a call waits for room, or a block has it"):
+                        writer.enqueue_nowait(2)
                     raise ZeroDivisionError
             assert writer.stats().messages == 0
             _scribble(array)
