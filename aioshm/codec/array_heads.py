@@ -66,12 +66,16 @@ def rebuild(head: ArrayHead, memory: Any) -> Any:
     if head.library == NUMPY:
         from aioshm.codec import arrays
 
-        return arrays.rebuild(head, memory)
-    if head.library == TORCH:
+        array: Any = arrays.rebuild(head, memory)
+    elif head.library == TORCH:
         from aioshm.codec import tensors
 
-        return tensors.rebuild(head, memory)
-    raise CodecError(f"damaged array: library {head.library}")
+        array = tensors.rebuild(head, memory)
+    else:
+        raise CodecError(f"damaged array: library {head.library}")
+    if array.nbytes != len(memory):
+        raise CodecError(f"damaged array: {array.nbytes} bytes announced, {len(memory)} there")
+    return array
 
 
 def is_array(main: bytes | memoryview) -> bool:
@@ -87,12 +91,7 @@ def message_head(head: ArrayHead) -> bytes:
 def unpack_message(main: bytes | memoryview, buffers: Sequence[memoryview], *, in_place: bool) -> Any:
     """Return the array of a message: a copy, or a read-only view of the buffer."""
     [elements] = buffers
-    memory: Any
-    memory = elements.toreadonly() if in_place else own_copy(elements)
-    array = rebuild(_parse(bytes(main)), memory)
-    if array.nbytes != elements.nbytes:
-        raise CodecError(f"damaged array: {array.nbytes} bytes announced, {elements.nbytes} there")
-    return array
+    return rebuild(_parse(bytes(main)), elements.toreadonly() if in_place else own_copy(elements))
 
 
 @lru_cache(256)

@@ -164,10 +164,10 @@ class MsgpackCodec(Generic[T]):
         if not buffers:
             return self.loads(main)
         if is_array(main):
-            array: T = unpack_message(main, buffers, in_place=in_place)
-            if self._type is not None:
-                array = msgspec.convert(array, self._type, dec_hook=self._dec_hook)
-            return array
+            if self._type is None:
+                return unpack_message(main, buffers, in_place=in_place)  # type: ignore[no-any-return]
+            # Not `msgspec.convert`: it takes the fields of a struct from the attributes of an array.
+            main = msgspec.msgpack.encode(Ext(_ARRAY, _HEAD.pack(0, len(main) - 1) + main[1:]))
         outer_incoming = self._incoming  # a hook may decode with this codec
         outer_in_place = self._in_place
         incoming: list[memoryview | None] = list(buffers)

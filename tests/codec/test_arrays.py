@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -232,8 +233,9 @@ def test_typed_messages_are_checked() -> None:
     encode(codec, np.zeros(1))
     main, buffers = encode(codec, NUMBERS)
     assert codec.of_type(np.ndarray).decode(main, buffers)[3] == 3
-    with pytest.raises(CodecError, match="Expected `int`"):
-        codec.of_type(int).decode(main, buffers)
+    for kind, name in ((int, "int"), (msgspec.defstruct("Step", [("ndim", int, 0)]), "object")):
+        with pytest.raises(CodecError, match=f"Expected `{name}`"):
+            codec.of_type(kind).decode(main, buffers)
 
 
 @pytest.mark.parametrize(
