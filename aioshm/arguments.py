@@ -38,12 +38,13 @@ def check_int(name: str, value: object, *, minimum: int, maximum: int | None = N
     return value
 
 
-def check_seconds(name: str, value: object) -> float:
-    """Return ``value`` if it is a number of seconds above 0, at most `MAX_SECONDS`; the errors name the argument."""
+def check_seconds(name: str, value: object, *, zero: bool = False) -> float:
+    """Return ``value`` if it is a number of seconds above 0, or ``zero``, at most `MAX_SECONDS`; the errors name it."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number of seconds, not {shown(value)}")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a finite number of seconds above 0, not {shown(value)}")
+    if not (0 < value < math.inf or (zero and value == 0)):
+        bound = ", at least 0" if zero else " above 0"
+        raise ValueError(f"{name} must be a finite number of seconds{bound}, not {shown(value)}")
     if value > MAX_SECONDS:
         raise ValueError(f"{name} must be at most {MAX_SECONDS:g} seconds, not {shown(value)}")
     return float(value)

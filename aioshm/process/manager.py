@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import util
 from typing import Any, NamedTuple
 
-from aioshm.arguments import check_int, check_plain
+from aioshm.arguments import check_int, check_plain, check_seconds
 from aioshm.closing import AsyncClosing, Closing
 from aioshm.errors import RoleError
 from aioshm.process.background import give_back
@@ -70,6 +70,7 @@ class ProcessManager(Closing, AsyncClosing):
 
     Raises:
         OutOfDescriptors, OutOfThreads: A limit of this process; processes that were started have been killed.
+        TypeError, ValueError: An argument is invalid; the text names it.
         Exception: A process could not be started; all others have been killed.
     """
 
@@ -86,7 +87,7 @@ class ProcessManager(Closing, AsyncClosing):
         self._jobs: dict[str, Job] = {}
         self._starting = threading.Lock()  # processes may be started in threads
         self._pid = os.getpid()
-        self._shutdown_timeout = shutdown_timeout
+        self._shutdown_timeout = check_seconds("shutdown_timeout", shutdown_timeout, zero=True)
         self._relay: StderrRelay | None = None
         if capture_stderr:
             with naming_limits(type(self).__name__):
@@ -254,7 +255,7 @@ class ProcessManager(Closing, AsyncClosing):
             timeout: Seconds until the processes are killed; None: ``shutdown_timeout``.
         """
         if timeout is not None:
-            self._shutdown_timeout = timeout
+            self._shutdown_timeout = check_seconds("timeout", timeout, zero=True)
         self.close()
 
     async def aclose(self) -> None:

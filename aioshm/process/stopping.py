@@ -9,7 +9,6 @@ import asyncio
 import ctypes
 import errno
 import logging
-import math
 import multiprocessing
 import os
 import signal
@@ -21,6 +20,7 @@ from contextlib import closing, suppress
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
+from aioshm.arguments import check_seconds
 from aioshm.process.background import give_back
 from aioshm.process.limits import start_thread
 
@@ -88,11 +88,9 @@ class _Stopping:
     """The processes that one call stops, and their descendants."""
 
     def __init__(self, procs: Iterable[BaseProcess], timeout: float) -> None:
-        if not (math.isfinite(timeout) and timeout >= 0):
-            raise ValueError(f"timeout must be a finite number of seconds, at least 0, not {timeout}")
+        self._timeout = check_seconds("timeout", timeout, zero=True)
         self.procs = [proc for proc in procs if _runs(proc)]
         self.hurry = False  # set: kill the processes now
-        self._timeout = timeout
         self._descendants: set[psutil.Process] = set()
         self._found = False
 

@@ -137,6 +137,8 @@ class TestStarting:
             ({"local_engine_count": "2"}, TypeError),
             ({"start_index": -1}, ValueError),
             ({"local_start_index": 1.5}, TypeError),
+            ({"shutdown_timeout": "5"}, TypeError),
+            ({"shutdown_timeout": -1}, ValueError),
         ],
     )
     def test_bad_arguments_are_named(self, arguments: dict[str, Any], error: type[Exception]) -> None:
