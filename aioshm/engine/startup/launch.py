@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any
 
-from aioshm.arguments import check_int, check_plain
+from aioshm.arguments import check_int, check_plain, check_seconds
 from aioshm.config import Options
 from aioshm.engine.client.client import ClientOptions, EngineClient
 from aioshm.engine.dp import DPCoordinator
@@ -114,13 +115,15 @@ class CoreEngineLaunch:
             EngineDead: An engine was ready, and died before the client noticed it.
             TimeoutError: Not all engines are ready in time. The startup continues, and may be waited for again.
         """
+        began = monotonic()
         report = await self.shake_hands(timeout)
         if self._stalls is None:
             self.watch_progress()
-        if timeout is None:
-            timeout = self.startup.progress_timeout
+        left_s = self.startup.progress_timeout
+        if timeout is not None:
+            left_s = max(0.001, check_seconds("timeout", timeout) - round(monotonic() - began, 3))
         if self._client is not None:
-            await self._client.wait_until_ready(timeout)
+            await self._client.wait_until_ready(left_s)
         return report
 
     async def shake_hands(self, timeout: float | None = None) -> StartupReport:

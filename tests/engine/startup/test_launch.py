@@ -66,7 +66,7 @@ class TestServing:
         with pytest.raises(QueueClosed):
             await anext(waiting)
 
-    async def test_wildcard_is_sent_as_an_address_of_the_host(self) -> None:
+    async def test_wildcard_is_sent_as_an_address_of_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
         given = EngineZmqAddresses(["tcp://*:0"], ["tcp://0.0.0.0:0"])
         layout = EngineLayout(host="*", addresses=given, handshake_address="tcp://*:0")
         async with launch_core_engines(serve, 2, 1, wait=False, layout=layout) as launch:
@@ -81,7 +81,13 @@ class TestServing:
                 serve, 1, 1, local=False, headless=True, handshake_address=launch.handshake_address
             )
             async with there:
+                limits: list[float] = []
+                wait = launch.client.wait_until_ready
+                monkeypatch.setattr(
+                    launch.client, "wait_until_ready", lambda limit: limits.append(limit) or wait(limit)
+                )
                 report = await launch.wait_until_ready(60)
+                assert limits[0] < 60
                 assert [report.engines[rank].local for rank in range(2)] == [True, False]
                 for rank in range(2):
                     assert len(await collected(launch.client.submit(ask(str(rank)), engine=rank))) == 3
