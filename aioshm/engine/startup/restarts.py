@@ -176,6 +176,7 @@ class EngineRestarts:
             process.reason = "was ended, to be restarted"
             # SIGTERM is useless to a process that hangs.
             timeout = self._rules.shutdown_timeout if life.state == "running" else 0
+            life.enter("stopping")
             # A task of its own: a cancelled `ashutdown` kills.
             self._spawn(_end(process, timeout), f"end-of-engine-{life.rank}")
         if life.unit.ends_by_hand:

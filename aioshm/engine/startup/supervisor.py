@@ -158,6 +158,7 @@ class EngineSupervisor(AsyncClosing):
         except asyncio.CancelledError:
             if self._closed:
                 raise EndClosed("the supervisor of engines was closed") from None
+            await self.aclose()  # everything may just have been ready
             raise
 
     async def _open_all(self) -> None:
@@ -240,7 +241,7 @@ class EngineSupervisor(AsyncClosing):
             if members is not None and index in members.ranks:
                 raise RoleError(f"engine {index} runs on another host: restart it there")
             raise ValueError(f"index must be that of one of the engines {sorted(restarts.lives)}, not {index}")
-        if life.state == "stopping":
+        if life.state == "stopping" and not life.unit.ends_by_hand:
             raise RoleError(f"engine {index} is being stopped")
         try:
             async with asyncio.timeout(timeout):

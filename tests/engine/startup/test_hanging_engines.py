@@ -311,6 +311,7 @@ async def ending(
 
 async def test_cancelled_restart_leaves_an_engine_the_time_to_end(tmp_path: Path) -> None:
     async with ending(tmp_path, 1) as (supervisor, restarting):
+        assert supervisor.engines[0].state == "stopping"
         await cancelled(restarting)
         await supervisor.restart(0)
         assert (tmp_path / "shutdown.done").exists()

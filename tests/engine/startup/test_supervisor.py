@@ -298,6 +298,21 @@ async def test_supervisor_that_is_closed_while_it_opens_leaves_nothing(tmp_path:
         await opening
 
 
+async def test_cancelled_opening_leaves_nothing_though_everything_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = EngineSupervisor(serve, 1)
+    open_all = supervisor._open_all
+
+    async def opened() -> None:
+        await open_all()
+        opening.cancel()  # `open` has not seen the end
+
+    monkeypatch.setattr(supervisor, "_open_all", opened)
+    opening = asyncio.create_task(supervisor.open())
+    await asyncio.wait([opening])
+    assert opening.cancelled()
+    assert supervisor._launch.processes[0].exitcode is not None
+
+
 async def test_the_first_start_is_tried_once(tmp_path: Path) -> None:
     crash = tmp_path / "crash"
     crash.touch()
