@@ -64,6 +64,14 @@ def check_timeout(name: str, value: object) -> float | None:
         raise ValueError(f"{name} must be a number of seconds that fits a float, not {shown(value)}") from None
 
 
+def check_type(name: str, value: object, kind: type[T]) -> T | None:
+    """Return ``value`` if it is None or a ``kind``; the error names the argument and the value."""
+    if value is None or isinstance(value, kind):
+        return value
+    article = "an" if kind.__name__[0] in "AEIOU" else "a"
+    raise TypeError(f"{name} must be {article} {kind.__name__}, or None, not {shown(value)}")
+
+
 def check_plain(name: str, value: T) -> T:
     """Return ``value`` unless it is a coroutine function, which nothing would await; the error names the argument."""
     for each in (value, getattr(type(value), "__call__", None)):  # noqa: B004

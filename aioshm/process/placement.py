@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, TypeAlias
 
-from aioshm.arguments import check_int, shown
+from aioshm.arguments import check_int, check_type, shown
 
 Environment: TypeAlias = Mapping[str, str | None]
 
@@ -89,13 +89,10 @@ class Placement:
 
 def check_placement(value: object, ranks: Iterable[int] = ()) -> Placement | None:
     """Return ``value`` if it is None, or a `Placement` that is possible for these ranks now."""
-    if value is None:
-        return None
-    if not isinstance(value, Placement):
-        raise TypeError(f"placement must be a Placement, or None, not {shown(value)}")
+    placement = check_type("placement", value, Placement)
     for rank in ranks:
-        value.of(rank)
-    return value
+        place_of(placement, rank)
+    return placement
 
 
 def place_of(placement: Placement | None, rank: int) -> Place | None:

@@ -61,12 +61,6 @@ class Restart:
             check_seconds(name, getattr(self, name))
 
 
-def check_restart(restart: object) -> None:
-    """Raise a `TypeError` unless this is a policy, or None."""
-    if restart is not None and not isinstance(restart, Restart):
-        raise TypeError(f"restart must be a Restart, or None, not {restart!r}")
-
-
 ProcessPhase: TypeAlias = Literal["running", "stalled", "stopped", "waiting", "starting", "stopping", "exited"]
 
 Health: TypeAlias = Literal["running", "stalled", "stopped"]

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias, get_args
 
-from aioshm.arguments import check_int, check_seconds
+from aioshm.arguments import check_int, check_seconds, check_type
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
 from aioshm.engine.client.link import EngineLink
@@ -79,6 +79,7 @@ class ClientOptions:
 
     def __post_init__(self) -> None:
         check_int("client_index", self.client_index, minimum=0)
+        check_type("options", self.options, Options)
         if self.on_engine_death not in get_args(OnEngineDeath):
             raise ValueError(f"on_engine_death must be 'fail' or 'continue', not {self.on_engine_death!r}")
         given = self.resubmit
@@ -122,7 +123,8 @@ class EngineClient(AsyncClosing):
         engines: Sequence[CoreEngine] | int,
         options: ClientOptions | None = None,
     ) -> None:
-        self._link = EngineLink(addresses, engines, options or ClientOptions())
+        chosen = check_type("options", options, ClientOptions) or ClientOptions()
+        self._link = EngineLink(addresses, engines, chosen)
         self._encode = PayloadEncoder(self._link.options.max_message_bytes).encode
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from aioshm.arguments import check_int, check_plain
+from aioshm.arguments import check_int, check_plain, check_type
 from aioshm.config import Options
 from aioshm.engine.security.keys import EngineKeys, as_attributes, keys_to_hand_over
 from aioshm.engine.startup.processes import close_any
@@ -17,7 +17,7 @@ from aioshm.errors import EndClosed, ProcessDied, RoleError
 from aioshm.process.background import in_thread, notify_soon
 from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.placement import Placement, check_placement, place_of
-from aioshm.process.restart import Life, RankInfo, Restart, check_restart
+from aioshm.process.restart import Life, RankInfo, Restart
 from aioshm.process.stalls import ProgressWatch, Watched
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.process.watch import ProcessExit, ProcessWatch, WatchedProcess
@@ -89,7 +89,7 @@ class APIServerProcessManager(ProcessManager):
         for name, addresses in (("input_addresses", input_addresses), ("output_addresses", output_addresses)):
             if len(addresses) != num_servers:
                 raise ValueError(f"{name} must be {num_servers}, one for each server, not {addresses!r}")
-        check_restart(restart)
+        check_type("restart", restart, Restart)
         if on_change is not None and restart is None:
             raise ValueError("on_change must go with restart: without it no server's state changes but once")
         check_placement(placement, range(num_servers))

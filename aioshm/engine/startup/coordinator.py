@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq
 
-from aioshm.arguments import check_seconds
+from aioshm.arguments import check_seconds, check_type
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
 from aioshm.engine.protocol.addresses import (
@@ -166,7 +166,7 @@ class EngineStartupCoordinator(AsyncClosing):
         self.proc_manager = proc_manager
         self.coord_process = coord_process
         self._place = handshake_address
-        self._options = chosen = options or StartupOptions()
+        self._options = chosen = check_type("options", options, StartupOptions) or StartupOptions()
         self.handshake: FrontEndHandshake = FrontEndHandshake(
             engines,
             addresses,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 
-from aioshm.arguments import check_int, check_plain, check_seconds
+from aioshm.arguments import check_int, check_plain, check_seconds, check_type
 from aioshm.config import Options
 from aioshm.engine.client.client import ClientOptions, EngineClient
 from aioshm.engine.dp import DPCoordinator
@@ -229,9 +229,9 @@ async def launch_core_engines(
         TypeError, ValueError: An argument is invalid; the text names it.
         Exception: A process could not be started.
     """
-    layout = layout or EngineLayout()
-    client = client or ClientOptions()
-    startup = startup or StartupOptions()
+    layout = check_type("layout", layout, EngineLayout) or EngineLayout()
+    client = check_type("client", client, ClientOptions) or ClientOptions()
+    startup = check_type("startup", startup, StartupOptions) or StartupOptions()
     check_plain("target_fn", target_fn)
     check_int("num_api_servers", num_api_servers, minimum=0)
     if startup.keys is not None or not startup.secure:

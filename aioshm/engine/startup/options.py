@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
-from aioshm.arguments import check_int, check_seconds
+from aioshm.arguments import check_int, check_seconds, check_type
 from aioshm.engine.protocol.addresses import (
     CoreEngine,
     EngineZmqAddresses,
@@ -73,6 +73,7 @@ class EngineLayout:
         if self.backend not in get_args(Backend):
             raise ValueError(f"backend must be 'mp' or 'ray', not {self.backend!r}")
         check_placement(self.placement)
+        check_type("addresses", self.addresses, EngineZmqAddresses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
-from aioshm.arguments import check_int, check_plain, check_seconds
+from aioshm.arguments import check_int, check_plain, check_seconds, check_type
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
 from aioshm.engine.client.client import ClientOptions, EngineClient, Resubmit
@@ -22,7 +22,7 @@ from aioshm.engine.stats import EngineSupervisorStats
 from aioshm.errors import EndClosed, EngineDead, RoleError
 from aioshm.process.background import notify_soon
 from aioshm.process.placement import check_placement
-from aioshm.process.restart import RankInfo, Restart, check_restart
+from aioshm.process.restart import RankInfo, Restart
 
 
 class EngineSupervisor(AsyncClosing):
@@ -77,12 +77,13 @@ class EngineSupervisor(AsyncClosing):
         self._opening: asyncio.Task[None] | None = None
         self._closed = False
         self._closing = asyncio.Lock()
-        check_restart(restart)
+        check_type("restart", restart, Restart)
         if resubmit is not None and options.get("num_api_servers"):
             raise ValueError("resubmit must be an option of the clients in the API servers, not of their supervisor")
         if "wait" in options:
             raise TypeError("wait is the supervisor's own, and cannot be given")
-        client = options.pop("client", None) or ClientOptions()
+        client = check_type("client", options.pop("client", None), ClientOptions) or ClientOptions()
+        layout = check_type("layout", options.get("layout"), EngineLayout) or EngineLayout()
         if client.on_engine_change is not None:
             raise TypeError("on_engine_change is the supervisor's own, and cannot be given")
         if start_timeout is None:
@@ -91,7 +92,7 @@ class EngineSupervisor(AsyncClosing):
             restart=restart or Restart(),
             lockstep=lockstep,
             start_timeout=check_seconds("start_timeout", start_timeout),
-            shutdown_timeout=(options.get("layout") or EngineLayout()).shutdown_timeout,
+            shutdown_timeout=layout.shutdown_timeout,
             on_change=None if on_change is None else partial(notify_soon, on_change),
         )
         client = replace(
@@ -194,7 +195,7 @@ class EngineSupervisor(AsyncClosing):
 
         With API servers: until all connected front ends have all engines.
         """
-        await self._members().wait_until_ready(timeout)
+        await self._members(timeout).wait_until_ready(timeout)
 
     async def aclose(self) -> None:
         """Stop everything, the client first. Idempotent; finishes also when cancelled."""
@@ -277,7 +278,7 @@ class EngineSupervisor(AsyncClosing):
         """
         check_int("engine_count", engine_count, minimum=1)
         restarts = self._open()
-        members = self._members()
+        members = self._members(timeout)
         lives = restarts.lives
         if self._rules.lockstep:
             raise RoleError("engines in lockstep cannot be scaled: they need each other")
@@ -316,7 +317,7 @@ class EngineSupervisor(AsyncClosing):
 
         With API servers their clients pause the engines: this waits for one that is connected.
         """
-        await self._members().pause(mode, timeout)
+        await self._members(timeout).pause(mode, timeout)
 
     async def resume(self) -> None:
         """End the pause, see `EngineClient.resume`."""
@@ -344,7 +345,9 @@ class EngineSupervisor(AsyncClosing):
         if error is not None and self._restarts is not None:
             self._launch.startup.retry()
 
-    def _members(self) -> EngineClient | FrontEnds:
+    def _members(self, timeout: float | None = None) -> EngineClient | FrontEnds:
+        if timeout is not None:
+            check_seconds("timeout", timeout)
         members = self.launch.members
         if members is None:
             raise RoleError("there is no engine here, and no client or front end of engines")

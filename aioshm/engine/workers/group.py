@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Self
 
-from aioshm.arguments import check_int, check_plain, check_seconds, check_timeout
+from aioshm.arguments import check_int, check_plain, check_seconds, check_timeout, check_type
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
 from aioshm.engine.stats import Meter, WorkerGroupStats
@@ -18,7 +18,7 @@ from aioshm.engine.workers.worker import LoopFactory, Request
 from aioshm.errors import AioshmError, EndClosed, QueueClosed, RoleError, copy_error
 from aioshm.process.limits import naming_limits
 from aioshm.process.placement import Placement, check_placement
-from aioshm.process.restart import RankInfo, Restart, check_restart
+from aioshm.process.restart import RankInfo, Restart
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S
 from aioshm.queue.base import MAX_CHUNK_BYTES, MAX_CHUNKS
 
@@ -106,7 +106,7 @@ class WorkerGroup(AsyncClosing):
         if not isinstance(name, str) or not name:
             raise ValueError(f"name must be a string, and not empty, not {name!r}")
         check_int("n_workers", n_workers, minimum=1)
-        check_restart(restart)
+        check_type("restart", restart, Restart)
         if check_int("standbys", standbys, minimum=0) and restart is None:
             raise ValueError(f"standbys must be 0 without restart=Restart(...), not {standbys}")
         placement = check_placement(placement, range(n_workers))

@@ -140,6 +140,7 @@ class TestArguments:
         ("arguments", "error", "text"),
         [
             ({"engine_count": 0}, ValueError, "engine_count must be at least 1, not 0"),
+            ({"client": {}}, TypeError, "client must be a ClientOptions, or None, not {}"),
             ({"engine_count": "2"}, TypeError, "engine_count must be an int, not '2'"),
             ({"engine_count": 70_000}, ValueError, "index must be 0 to 65535"),
             ({"local_engine_count": 3}, ValueError, "local_engine_count must fit engine_count, 2, not 3"),

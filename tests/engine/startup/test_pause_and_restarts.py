@@ -186,6 +186,10 @@ async def test_supervisor_without_a_front_end_waits_for_one_to_pause_the_engines
     async with supervised(tmp_path / "hold", num_api_servers=2) as supervisor:
         with pytest.raises(TimeoutError, match=r"have not paused after 0\.05 s: no front end is connected"):
             await supervisor.pause("keep", timeout=0.05)
+        await supervisor.resume()
+        with pytest.raises(TypeError, match="timeout must be a number of seconds, not '1'"):
+            await supervisor.pause("keep", timeout="1")  # type: ignore[arg-type]
+        assert supervisor.paused is None
         pausing = asyncio.create_task(supervisor.pause("keep"))
         async with front_end(supervisor, 0) as one:
             await pausing

@@ -331,6 +331,7 @@ async def test_the_first_start_is_tried_once(tmp_path: Path) -> None:
         ({"client": ClientOptions(on_engine_change=print)}, TypeError, "on_engine_change is the supervisor's own"),
         ({"start_timeout": 0}, ValueError, "start_timeout"),
         ({"restart": False}, TypeError, "restart must be a Restart, or None, not False"),
+        ({"layout": {}}, TypeError, "layout must be an EngineLayout, or None, not {}"),
         ({"resubmit": "unstarted", "num_api_servers": 1}, ValueError, "an option of the clients in the API servers"),
         ({"engine_count": 0}, ValueError, "engine_count must be at least 1"),
     ],
