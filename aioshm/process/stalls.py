@@ -22,14 +22,7 @@ from aioshm.process.limits import start_thread
 from aioshm.process.proc import STOPPED_STATES, handles_signal, process_state
 from aioshm.process.progress import BUSY, ENDING, IDLE, STACK_SIGNAL, TURN_S, WAITING, Sample, own
 from aioshm.process.restart import Health, Restart
-from aioshm.process.stacks import (
-    ProcessReport,
-    Stack,
-    parse_faulthandler,
-    process_report,
-    stacks_of,
-    stacks_of_thread,
-)
+from aioshm.process.stacks import ProcessReport, Stack, parse_faulthandler, process_report, stacks_of, stacks_of_thread
 
 logger: logging.Logger = logging.getLogger("aioshm.engine")
 

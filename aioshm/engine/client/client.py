@@ -15,13 +15,7 @@ from aioshm.engine.client.link import EngineLink
 from aioshm.engine.client.liveness import OnLate
 from aioshm.engine.client.requests import Inbox, OutputStream, PendingCall
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, identity
-from aioshm.engine.protocol.messages import (
-    EngineCoreRequestType,
-    PauseMode,
-    PauseOrder,
-    check_mode,
-    request_id_of,
-)
+from aioshm.engine.protocol.messages import EngineCoreRequestType, PauseMode, PauseOrder, check_mode, request_id_of
 from aioshm.engine.protocol.payloads import PayloadEncoder
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.engine.stats import EngineClientStats

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from aioshm.engine.protocol.addresses import EngineZmqAddresses, identity
-from aioshm.engine.protocol.messages import (
-    COORDINATOR_READY,
-    ENGINE_CORE_DEAD,
-    SUBSCRIBE_TO_ALL,
-    Heartbeat,
-    encode,
-)
+from aioshm.engine.protocol.messages import COORDINATOR_READY, ENGINE_CORE_DEAD, SUBSCRIBE_TO_ALL, Heartbeat, encode
 from aioshm.engine.protocol.payloads import Frame
 from aioshm.engine.security.binding import over_tcp
 from aioshm.engine.security.bound_sockets import with_views

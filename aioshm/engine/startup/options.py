@@ -7,13 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from aioshm.arguments import check_int, check_seconds, check_type
-from aioshm.engine.protocol.addresses import (
-    CoreEngine,
-    EngineZmqAddresses,
-    StartupProgress,
-    balanced_outside,
-    identity,
-)
+from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, StartupProgress, balanced_outside, identity
 from aioshm.engine.security.bound_sockets import check_handshake_address, get_engine_client_zmq_addr
 from aioshm.engine.security.keys import EngineKeys
 from aioshm.process.placement import Placement, check_placement

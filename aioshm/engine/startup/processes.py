@@ -21,10 +21,7 @@ from aioshm.process.manager import Job, ProcessManager
 from aioshm.process.placement import Placement, check_placement, place_of
 from aioshm.process.proc import HUNG_STATES, process_state
 from aioshm.process.stopping import SHUTDOWN_TIMEOUT_S, ashutdown
-from aioshm.process.watch import (
-    ProcessExit,
-    WatchedProcess,
-)
+from aioshm.process.watch import ProcessExit, WatchedProcess
 
 STOP_S = 1.0
 """How long the processes of a failed startup may take to exit: they have nothing to finish yet."""
