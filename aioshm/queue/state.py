@@ -215,8 +215,8 @@ class EndState:
         self.check_here()
 
     def check_owner(self) -> None:
-        """Raise if another loop or thread owns the end, or it was closed; ignore other errors of the end."""
-        if self.closed:
+        """Raise if another loop, thread or process owns the end, or it was closed; ignore other errors of the end."""
+        if self.closed or self.dismantled:
             self.check_refusal()
         if self.loop is not None:
             self.check_here()

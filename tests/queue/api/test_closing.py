@@ -196,14 +196,15 @@ def test_another_loop_is_refused() -> None:
 
 
 async def test_a_forked_child_is_refused_and_does_not_hide_a_death() -> None:
-    def is_refused(reader: MessageQueue) -> bool:
-        with pytest.raises(RoleError, match="forked"):
-            reader.dequeue_nowait()
+    def is_refused(_kept: object) -> bool:
+        for call in (reader.dequeue_nowait, lambda: writer.dismiss(0), lambda: writer.readers):
+            with pytest.raises(RoleError, match="forked"):
+                call()
         return True
 
     async with attached() as (writer, (reader,)):
         await writer.enqueue("kept")
-        child_is_refused = forked(is_refused, reader)
+        child_is_refused = forked(is_refused, None)
         assert await reader.dequeue(5) == "kept"
         await writer.aclose()
         with pytest.raises(QueueClosed):
