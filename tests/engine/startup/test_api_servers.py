@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from subprocess import PIPE, Popen
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -119,16 +119,12 @@ class TestWaiting:
         assert engine.finished_procs() == {"EngineCore_0": -signal.SIGTERM, "EngineCore_1": 0}
         assert all_ended(coordinator.manager)
 
-    @pytest.mark.parametrize("culprit", ["server", "engine", "coordinator"])
-    async def test_until_the_first_fails(self, culprit: str) -> None:
-        api = servers([0, 3 if culprit == "server" else None])
-        engine = engines(None, 4 if culprit == "engine" else None)
-        coordinator = Coordinator(5 if culprit == "coordinator" else None)
-        dead, code = {
-            "server": (api.processes[1], 3),
-            "engine": (engine.processes[1], 4),
-            "coordinator": (coordinator.proc, 5),
-        }[culprit]
+    @pytest.mark.parametrize(("culprit", "code"), [("server", 3), ("engine", 4), ("coordinator", 5)])
+    async def test_until_the_first_fails(self, culprit: str, code: int) -> None:
+        api = servers([0, code if culprit == "server" else None])
+        engine = engines(None, code if culprit == "engine" else None)
+        coordinator = Coordinator(code if culprit == "coordinator" else None)
+        dead = {"server": api.processes[1], "engine": engine.processes[1], "coordinator": coordinator.proc}[culprit]
         pid = dead.pid
         with pytest.raises(ProcessDied) as caught:
             await wait_for_completion_or_failure(api, engine, coordinator)
@@ -261,13 +257,8 @@ def test_ctrl_c_stops_everything_and_a_second_ctrl_c_kills(
 ) -> None:
     script = tmp_path / "front_end.py"
     script.write_text(textwrap.dedent(FRONT_END.format(target=target, run=run)))
-    with subprocess.Popen(
-        [sys.executable, script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as process:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with Popen([sys.executable, script], stdout=PIPE, stderr=PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         word, *pids = process.stdout.readline().split()
         assert word == "waiting"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from served_engine import Engine, ask, begun, collected, stop, until
-from startups import starting
+from startups import starting, tasks
 from supervised import LOOPBACK, MANY, front_end, hanging_front_end, pids, serve
 from support import cancelled
 
@@ -210,13 +210,10 @@ async def test_engine_that_registers_before_its_front_end_knows_the_rank_is_admi
                 run_engine_core(Engine(), place, rank, handshake=HandshakeOptions(keys=keys.for_engine(rank)))
                 for rank in (0, 1)
             )
-            running = [asyncio.ensure_future(each) for each in engines]
-            await startup.wait(30)
-            await client.wait_until_ready(30)
-            assert list(client.ready) == [0]
-            front_ends.add_engine(1)
-            await until(lambda: 1 in client.ready)
-            assert len(await collected(client.submit(ask("r"), engine=1))) == 3
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running)
+            async with tasks(*engines):
+                await startup.wait(30)
+                await client.wait_until_ready(30)
+                assert list(client.ready) == [0]
+                front_ends.add_engine(1)
+                await until(lambda: 1 in client.ready)
+                assert len(await collected(client.submit(ask("r"), engine=1))) == 3

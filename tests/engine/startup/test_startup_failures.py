@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -142,21 +143,12 @@ class TestProcesses:
 
     async def test_the_least_of_managers(self, path: str) -> None:
         """Only processes, and a close that blocks, as vLLM's own manager has."""
-
-        class Manager:
-            def __init__(self, fake: FakeManager) -> None:
-                self.processes = fake.processes
-                self.closed = False
-
-            def close(self) -> None:
-                self.closed = True
-
         async with managed(path, ("before HELLO", "exit 3")) as fake:
             fake.processes[0].said()  # dead before the startup
-            manager = Manager(fake)
+            manager = SimpleNamespace(processes=fake.processes, close=Mock())
             with pytest.raises(EngineStartupError, match=r"EngineCore_0 \(pid \d+, before HELLO\) exited with code 3"):
                 await ready(path, 1, manager)
-            assert manager.closed
+            assert manager.close.called
 
     async def test_cancellation_does_not_interrupt_the_stop(self, path: str) -> None:
         async with managed(path, LOADING) as manager:

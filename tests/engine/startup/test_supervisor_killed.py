@@ -6,12 +6,12 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from select import select
+from subprocess import DEVNULL, PIPE, Popen
 
 import killed_supervisor as moments
 import pytest
@@ -29,14 +29,9 @@ MOMENTS = int(os.environ.get("AIOSHM_TEST_MOMENTS", "4"))
 PROCESSES = 3  # at least, in each tree: a supervisor, its resource tracker, and one that it has started
 
 
-def start(moment: str, mark: str, **environment: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, moments.__file__, moment],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        bufsize=0,
-        env={**os.environ, "AIOSHM_TEST_DIED": mark, **environment},
-    )
+def start(moment: str, mark: str, **environment: str) -> Popen[bytes]:
+    env = {**os.environ, "AIOSHM_TEST_DIED": mark, **environment}
+    return Popen([sys.executable, moments.__file__, moment], stdout=PIPE, stderr=DEVNULL, bufsize=0, env=env)
 
 
 def test_supervisor_killed_at_a_moment_of_a_restart_leaves_no_process(tmp_path: Path) -> None:
