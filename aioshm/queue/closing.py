@@ -140,8 +140,9 @@ class ClosingOrder:
     def __del__(self) -> None:
         if getattr(self, "dismantled", True):
             return
+        remedy = "use `with`, or call close()" if self._state.blocks else "use `async with`, or await aclose()"
         try:
-            warn_not_closed(self._state, "use `async with`, or await aclose()")
+            warn_not_closed(self._state, remedy)
         finally:  # the warning may be an error
             self.dismantled = True
             self._release()

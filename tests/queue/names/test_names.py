@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,11 +234,12 @@ async def test_a_forked_child_does_not_have_its_parents_name() -> None:
 
 
 async def test_the_name_outlives_nothing_that_is_forgotten(names: Path) -> None:
-    for make in (new_writer, lambda: MessageQueue.attach("steps", 0)):
-        with pytest.warns(ResourceWarning, match="not closed"):
-            make()
-            gc.collect()
-        assert os.listdir(names) == []
+    for api, remedy in ((MessageQueue, "or await aclose"), (blocking.MessageQueue, "or call close")):
+        for make in (partial(api, 1, name="steps"), partial(api.attach, "steps", 0)):
+            with pytest.warns(ResourceWarning, match=f"not closed: .*{remedy}"):
+                make()
+                gc.collect()
+            assert os.listdir(names) == []
 
 
 # Going on with the next writer
