@@ -339,11 +339,7 @@ class MessageQueue(QueueBase[T], AsyncClosing):
         return writer.acquire_write(timeout, nbytes)
 
     def loan(
-        self,
-        shape: int | Sequence[int],
-        dtype: Any = "float32",
-        like: Like = "numpy",
-        timeout: float | None = None,
+        self, shape: int | Sequence[int], dtype: Any = "float32", like: Like = "numpy", timeout: float | None = None
     ) -> AbstractAsyncContextManager[Any]:
         """Lend an array to the block, which fills it in place, and send it when the block ends.
 

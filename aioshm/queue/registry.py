@@ -12,15 +12,7 @@ from typing import Any, Protocol
 
 from aioshm.errors import AioshmError, HandleError, NoPlaceVacant, PeerDied
 from aioshm.lifeline.protocol import ANY_RANK
-from aioshm.queue.membership import (
-    Change,
-    ChangeLog,
-    ReaderDied,
-    ReaderInfo,
-    ReaderJoined,
-    ReaderLeft,
-    ReaderState,
-)
+from aioshm.queue.membership import Change, ChangeLog, ReaderDied, ReaderInfo, ReaderJoined, ReaderLeft, ReaderState
 from aioshm.queue.stats import ReaderStats
 
 logger: logging.Logger = logging.getLogger("aioshm.queue")

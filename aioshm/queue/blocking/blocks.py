@@ -93,10 +93,7 @@ class WriteBlock(Block):
     """A block of `acquire_write`, or a loan; ``make`` creates the asynchronous block, given the remaining seconds."""
 
     def __init__(
-        self,
-        end: BlockingEnd,
-        make: Callable[[float | None], AbstractAsyncContextManager[Any]],
-        timeout: float | None,
+        self, end: BlockingEnd, make: Callable[[float | None], AbstractAsyncContextManager[Any]], timeout: float | None
     ) -> None:
         super().__init__(end, timeout)
         self._make = make

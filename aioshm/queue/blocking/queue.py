@@ -225,11 +225,7 @@ class MessageQueue(QueueBase[T], Closing):
         return WriteBlock(self.held, lambda left: writer.acquire_write(left, nbytes), timeout)
 
     def loan(
-        self,
-        shape: int | Sequence[int],
-        dtype: Any = "float32",
-        like: Like = "numpy",
-        timeout: float | None = None,
+        self, shape: int | Sequence[int], dtype: Any = "float32", like: Like = "numpy", timeout: float | None = None
     ) -> AbstractContextManager[Any]:
         writer = self._writer_of("loan")
         spec = ArraySpec(shape, dtype, like)

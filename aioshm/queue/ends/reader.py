@@ -370,10 +370,7 @@ class Reader(Closable):
             return stats
         messages, nbytes = source.earlier
         return msgspec.structs.replace(
-            stats,
-            messages=messages + stats.messages,
-            bytes=nbytes + stats.bytes,
-            restarts=self._reconnect.restarts,
+            stats, messages=messages + stats.messages, bytes=nbytes + stats.bytes, restarts=self._reconnect.restarts
         )
 
     # Closing

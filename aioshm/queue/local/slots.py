@@ -9,16 +9,7 @@ from typing import Any, TypeAlias
 
 from aioshm.codec import Codec, cannot_decode, loads_of, view_of
 from aioshm.codec.base import HUGE_PAGE_BYTES, own_copy
-from aioshm.codec.frames import (
-    INLINE,
-    OVERFLOW,
-    RAW,
-    plain,
-    split,
-    split_body,
-    split_placed,
-    unpack_header,
-)
+from aioshm.codec.frames import INLINE, OVERFLOW, RAW, plain, split, split_body, split_placed, unpack_header
 from aioshm.codec.registry import RawCodec
 from aioshm.errors import AioshmError, CodecError, CorruptSlot, SharedMemoryError
 from aioshm.queue.local.copying import decoded, refused, wrong_codec

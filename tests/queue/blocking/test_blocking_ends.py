@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faces import Thread, child, make_writer, pair
-from support import forked
+from support import eventually, forked
 
 from aioshm import CodecError, QueueCancelled, QueueClosed, QueueEmpty, QueueFull, RoleError, blocking
 
@@ -130,7 +130,11 @@ def test_closing() -> None:
             reader.close()
         with pytest.raises(QueueClosed):
             reader.dequeue()
+        waiting = Thread(writer.wait_until_ready)
+        eventually(lambda: writer.held.lock.owner, "the call to wait")
         writer.aclose()
+        with pytest.raises(QueueClosed, match="this end was closed"):
+            waiting.result()
     for call in (lambda: writer.enqueue(1), lambda: writer.enqueue_many([1]), writer.wait_until_ready):
         with pytest.raises(QueueClosed, match="this end was closed"):
             call()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faces import READS, WRITES, Thread, handling, interrupt_after, make_writer, pair
+from faces import READS, WRITES, Thread, handling, interrupt_after, pair
 from receiving import Decoded, while_decoding
 from support import eventually
 
@@ -125,15 +125,6 @@ def test_membership_goes_on_after_another_thread_took_the_change(monkeypatch: py
         assert type(waiting.result()) is ReaderLeft
 
 
-def test_closing_ends_wait_until_ready() -> None:
-    with make_writer() as writer:
-        waiting = Thread(writer.wait_until_ready)
-        until_it_waits(writer)
-        writer.close()
-        with pytest.raises(QueueClosed, match="this end was closed"):
-            waiting.result()
-
-
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_closing_waits_for_no_block(elsewhere: bool) -> None:
     with pair(chunk=1 << 20) as (writer, reader):
@@ -182,13 +173,11 @@ def test_timeout_or_cancel_ends_while_another_thread_waits(timeout: float) -> No
                 reader.dequeue(timeout)
             took_s.append(time.monotonic() - began)
         assert min(took_s) < timeout + 0.05
-        for call in (reader.dequeue, lambda **cancel: reader.lease(20, **cancel).__enter__()):
-            cancel = threading.Event()
-            cancelled = Thread(partial(call, cancel=cancel))
-            eventually(lambda: reader.held.lock.waiting, "the second wait")
-            cancel.set()
+        cancel = threading.Event()
+        cancel.set()
+        for call in (reader.dequeue, lambda *limits: reader.lease(*limits).__enter__()):
             with pytest.raises(QueueCancelled):
-                cancelled.result()
+                call(10, cancel)
         writer.enqueue("last")
         assert waiting.result() == "last"
 

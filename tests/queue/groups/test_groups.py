@@ -24,8 +24,6 @@ from aioshm.queue.groups.process_group import ObjectGroup
 create_from_process_group = MessageQueue.create_from_process_group
 create_from_process_group_single_reader = MessageQueue.create_from_process_group_single_reader
 MAKERS = (create_from_process_group, create_from_process_group_single_reader)
-
-
 SIZES = (4096, 4)
 COLLECTIVES = 5  # that create_from_process_group consists of
 
@@ -109,9 +107,8 @@ async def test_only_rank_writes_to_nobody_reads_from_outside_and_reads_its_own_q
         assert [await writer.broadcast_object(number) for number in range(20)] == list(range(20))
         assert writer.stats().messages == 20
     async with MessageQueue(1, 1, None, *SIZES) as writer:
-        ends = await everywhere(
-            [create_from_process_group(alone, *SIZES, 0, writer.export_handle()), writer.wait_until_ready(20)]
-        )
+        reading = create_from_process_group(alone, *SIZES, 0, writer.export_handle())
+        ends = await everywhere([reading, writer.wait_until_ready(20)])
         await check_messages(writer, ends[:1])
         await close_all(ends)
     writer, (handle,) = await create_from_process_group_single_reader(alone, *SIZES, blocking=True)
@@ -136,10 +133,8 @@ async def test_options_and_codec_are_the_queues() -> None:
     await ends[0].enqueue(Step(3))
     assert await ends[1].dequeue(10) == Step(3)
     await close_all(ends)
-    one, two = meet(2)
-    ends = await everywhere(
-        [create_from_process_group(one, *SIZES, codec="msgpack"), create_from_process_group(two, *SIZES)]
-    )
+    codecs = ["msgpack", "pickle"]
+    ends = await everywhere([create_from_process_group(pg, *SIZES, codec=codecs[pg.rank]) for pg in meet(2)])
     await check_messages(ends[0], ends[1:])  # a reader takes the writer's codec
     await close_all(ends)
 
@@ -209,9 +204,7 @@ async def test_the_others_are_remote_readers(
 
 async def test_the_one_reader_is_remote_for_some(far: set[int]) -> None:
     far.add(1)
-    made = await everywhere(
-        [create_from_process_group_single_reader(pg, *SIZES, connect_ip="127.0.0.1") for pg in meet(3)]
-    )
+    made = await everywhere([MAKERS[1](pg, *SIZES, connect_ip="127.0.0.1") for pg in meet(3)])
     handles = made[0][1]
     assert [handle.local_reader_ranks for handle in handles] == [(0,), (), (0,)]
     readers = [MessageQueue.create_from_handle(handle, 0) for handle in handles]

@@ -70,13 +70,10 @@ class Processes:
 
     def run(self, role: str, *around: list[str], arguments: list[list[str]], uids: tuple[int, ...] = ()) -> list[Any]:
         """Run a role of the child at each rank; return what each has said."""
+        child = [sys.executable, str(CHILD), role, str(self._meeting)]
         children = [
             subprocess.Popen(
-                [
-                    *before,
-                    *(sys.executable, str(CHILD), role, str(self._meeting), str(rank), str(len(around))),
-                    *arguments[rank],
-                ],
+                [*before, *child, str(rank), str(len(around)), *arguments[rank]],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -9,6 +9,7 @@ import json
 import os
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ async def leave_a_name(names: Path) -> bytes:
     return content
 
 
-async def works(names: Path) -> None:
+async def works(names: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
     """Assert that the name is to be had and found, and that nothing is left of it."""
     async with new_writer() as writer, MessageQueue.attach("steps", 0) as reader:
+        meanwhile()
         await writer.enqueue(1, 20)
         assert await reader.dequeue(20) == 1
     assert os.listdir(names) == []
@@ -62,11 +64,7 @@ async def test_the_file_and_its_directory_are_this_users_alone(names: Path) -> N
 async def test_relative_directory_stays_where_it_is(names: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(names.parent)
     monkeypatch.setenv("AIOSHM_RUNTIME_DIR", names.name)
-    async with new_writer() as writer, MessageQueue.attach("steps", 0) as reader:
-        monkeypatch.chdir("/")
-        await writer.enqueue(1, 20)
-        assert await reader.dequeue(20) == 1
-    assert os.listdir(names) == []
+    await works(names, lambda: monkeypatch.chdir("/"))
 
 
 async def test_a_writer_that_is_killed_between_two_steps(names: Path) -> None:
