@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,8 @@ _KILLED_RECHECK_S = 1.0  # how often to look for killed processes that are not g
 _CODE_WITHIN_S = 1.0
 """How long the exit code of an exited process may take; after that, another part of the program has taken the code."""
 _SHOWN_CHARACTERS = 500
+_EXCEPTION = re.compile(r'^(.*)  File ".*\n(?:\1 .*\n)*\1(\S+: *\n.*|\S.*)', re.MULTILINE)
+"""The end of a traceback, each of whose lines may have a prefix: the beginning of the exception's text."""
 
 
 class WatchedProcess(Protocol):
@@ -69,7 +72,7 @@ class ProcessExit:
         exitcode: The exit code; ``-n`` if signal ``n`` killed the process; None if the code is not known.
         managed: Whether a watched manager started the process.
         host: The address of the process's host, which may be another host; empty: this host.
-        last_line: The last line of the process's stderr, if the manager knows it and the code is not 0.
+        last_line: The last line of its stderr, if known, with code 1 after the first of an exception; empty with code 0.
         reason: Why the process was killed, such as ``"hung for 30 s at a.py:41 in f, and was
             killed"``; empty otherwise.
     """
@@ -212,7 +215,7 @@ class ProcessWatch(Closing):
             manager = self._running.pop(process)
             self._gone.add(process)
             self._due.pop(process, None)
-            line = "" if code == 0 else _last_line(manager, process.name)
+            line = "" if code == 0 else _last_line(manager, process.name, code)
             host = getattr(process, "host", "")
             reason = getattr(process, "reason", "")
             if survives_kill:
@@ -280,11 +283,15 @@ class ProcessWatch(Closing):
             self._recheck = self._loop.call_later(delay, self._check)
 
 
-def _last_line(manager: WatchedManager | None, name: str) -> str:
+def _last_line(manager: WatchedManager | None, name: str, code: int | None) -> str:
     """Return the last line of the stderr of a process, if the manager knows the line."""
     with suppress(Exception):  # an error of a user's manager does not hide the exit
         lines: Sequence[str] = getattr(manager, "last_lines", lambda _: ())(name)
-        return next((line.strip()[:_SHOWN_CHARACTERS] for line in reversed(lines) if line.strip()), "")
+        last = next((line.strip() for line in reversed(lines) if re.search(r"\w", line)), "")[:_SHOWN_CHARACTERS]
+        if code == 1 and (found := _EXCEPTION.findall("\n".join(lines))):
+            first = " ".join(found[-1][1].split())[:_SHOWN_CHARACTERS]
+            return first if first in last else f"{first} ... {last}"
+        return last
     return ""
 
 

@@ -126,6 +126,9 @@ async def test_exit_is_noticed_without_a_descriptor(monkeypatch: pytest.MonkeyPa
     os.close(process.sentinel)
 
 
+RAISED = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "    f()", "    ^^^"]
+
+
 @pytest.mark.slow_on_uvloop
 @pytest.mark.parametrize(
     ("code", "lines", "text"),
@@ -134,6 +137,10 @@ async def test_exit_is_noticed_without_a_descriptor(monkeypatch: pytest.MonkeyPa
         ("raise SystemExit(3)", [], "exited with code 3"),
         ("raise SystemExit(3)", OSError("no lines"), "exited with code 3"),
         ("raise SystemExit(0)", ["all is well"], "exited with code 0"),
+        ("raise SystemExit(1)", [*RAISED, "KeyError: 'a'"], "exited with code 1: KeyError: 'a'"),
+        ("raise SystemExit(1)", [*RAISED, "E: ", "  one", " ", "  two", ""], "exited with code 1: E: one ... two"),
+        ("raise SystemExit(1)", ["| " + line for line in (*RAISED, "E: no", "+---")], "exited with code 1: E: no"),
+        ("raise SystemExit(3)", [*RAISED, "E: no", "I give up"], "exited with code 3: I give up"),
         ("import os; os.abort()", ["what():  oh"], "was killed by SIGABRT; last line of its stderr: what():  oh"),
     ],
 )
