@@ -20,6 +20,7 @@ from rich.table import Table
 
 import aioshm
 from aioshm.cli.app import CommandFailed, print_json
+from aioshm.cli.tables import duration
 from aioshm.config import Options, native_wanted
 from aioshm.events.protocol.encoding import NativeEncoder
 from aioshm.process.placement import allowed_cpus, numa_nodes, show_ranges, sockets, usable_cpus
@@ -162,20 +163,15 @@ def _memory_order() -> Finding:
 
 def _waiting(wake_up_ns: int, load: float) -> Finding:
     used = WakeUpCost(lambda: wake_up_ns)
-    found = f"wake-up {_us(wake_up_ns)}; busy-waits while messages are less than {_us(used.hot_gap_ns)} apart"
+    hot_gap = duration(used.hot_gap_ns / 1e9)
+    found = f"wake-up {duration(wake_up_ns / 1e9)}; busy-waits while messages are less than {hot_gap} apart"
     cpus = usable_cpus()
     if load < cpus and used.ns == wake_up_ns:
         return Finding("waiting", "good", found)
     advice = f"measured under load (load average {load:.1f}, usable CPUs {cpus}): repeat it on a quiet machine"
     if used.ns != wake_up_ns:
-        advice += f"; a wake-up counts as {_us(used.ns)} until waiting ends have measured it again"
+        advice += f"; a wake-up counts as {duration(used.ns / 1e9)} until waiting ends have measured it again"
     return Finding("waiting", "note", found, advice)
-
-
-def _us(ns: float) -> str:
-    if ns < 10_000:
-        return f"{ns / 1000:.1f} us"
-    return f"{ns / 1000:.0f} us"
 
 
 def _tried(

@@ -28,6 +28,7 @@ from aioshm.cli.tables import (
     count,
     duration,
     end_rows,
+    folded,
     print_folded,
     process_row,
     progress,
@@ -356,10 +357,11 @@ def top(
     if sort not in KEYS:
         raise CommandFailed(f"--sort must be one of {', '.join(KEYS)}, not {sort!r}", UNUSABLE)
     key = next(key for key in KEYS if key == sort)
+    console = _console()
     is_screen = not (once or as_json) and sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+    is_screen = is_screen and not console.is_dumb_terminal
     if once:
         interval = min(interval, _ONCE_S)
-    console = _console()
     watch = Watch()
     started = StartedProcesses()
     queues: Sequence[QueueSnapshot] = ()
@@ -375,11 +377,11 @@ def top(
             pause = interval
         while not _quits(pressed := _wait(pause, is_screen)):
             pause = interval
-            if pressed is None:
+            if pressed is not None:
+                key = next((key for key in KEYS if key[0] == pressed[-1].lower()), key)
+            if pressed is None or not queues:  # the first key may come before the first look
                 queues = watch.look()
                 processes = started.settle() if once else started.look()
-            else:
-                key = next((key for key in KEYS if key[0] == pressed[-1].lower()), key)
             queues = ordered(queues, key)
             if as_json:
                 report = _report(queues=queues, processes=processes, skipped=watch.skipped)
@@ -387,7 +389,7 @@ def top(
             elif is_screen:
                 live.update(Group(_keys(key), _page(console.width, queues, processes, watch.skipped)), refresh=True)
             else:
-                console.print(_page(console.width, queues, processes, watch.skipped), crop=False)
+                console.print(_page(console.width, queues, processes, watch.skipped), soft_wrap=True)
                 sys.stdout.flush()
             if once:
                 return
@@ -442,7 +444,7 @@ def _page(width: int, queues: Sequence[QueueSnapshot], started: Sequence[Started
         parts += [Text(), *table(rows, width, head=True, tail=True)]
     note = f"queues: {len(queues)}; engines and workers: {len(started)}; "
     note += f"processes of other users not looked at: {skipped}"
-    return Group(*parts, Text(), Text(note, style="dim"))
+    return Group(*parts, Text(), Text(folded(note, width), style="dim"))
 
 
 @contextlib.contextmanager

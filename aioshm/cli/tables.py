@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterator, Sequence
 from textwrap import wrap
 from typing import Final, TypeAlias
@@ -24,7 +23,6 @@ _POOR = "yellow"
 _INDENT = "  "
 _SHORTEST_PATH = 20
 """Paths of fewer characters are whole on the narrowest console."""
-_uncut = functools.partial(Text, no_wrap=True, overflow="ignore")
 _RIGHT = {"readers", "backlog", "rate", "writer", "bytes/s", "age", "memory", "pid", "lag", "messages", "p50", "p99"}
 _RIGHT |= {"CPU", "requests", "steps/s", "message", "size", "buffers"}
 """Columns that are justified to the right."""
@@ -52,15 +50,15 @@ def table(rows: Sequence[Row], width: int, *, head: bool = False, tail: bool = F
     for number, row in enumerate(cells):
         if first and number and row[0].plain != above:
             above = row[0].plain
-            yield _uncut(folded(above, width, "", _INDENT))
+            yield Text(folded(above, width, "", _INDENT))
         padded = [_justified(names[n], row[n], widths[n]) for n in range(first, last)]
-        line = _uncut(_INDENT).join(padded)
+        line = Text(_INDENT).join(padded)
         line.rstrip()
         yield line
         if not number:
-            yield _uncut("\u2500" * _total(widths[first:last]))
+            yield Text("\u2500" * _total(widths[first:last]))
         elif last < len(row):
-            yield _uncut(folded(row[-1].plain, width, _INDENT, _INDENT), "dim")
+            yield Text(folded(row[-1].plain, width, _INDENT, _INDENT), "dim")
 
 
 def _justified(name: str, cell: Text, width: int) -> Text:
@@ -206,11 +204,11 @@ def _three_digits(number: float) -> str:
 
 
 def count(number: float) -> str:
-    """Return a short number: ``999``, ``12.3k``, ``4.56M``."""
+    """Return a short number: ``0.3``, ``999``, ``12.3k``, ``4.56M``."""
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= unit * 10 or (abs(number) >= unit and unit > 1e3):
             return f"{_three_digits(number / unit)}{name}"
-    return f"{number:.0f}"
+    return f"{number:.1g}" if abs(number) < 1 else f"{number:.0f}"
 
 
 def rate(per_s: float | None) -> str:

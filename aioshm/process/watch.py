@@ -72,7 +72,7 @@ class ProcessExit:
         exitcode: The exit code; ``-n`` if signal ``n`` killed the process; None if the code is not known.
         managed: Whether a watched manager started the process.
         host: The address of the process's host, which may be another host; empty: this host.
-        last_line: The last line of its stderr, if known, with code 1 after the first of an exception; empty with code 0.
+        last_line: The last line of its stderr, if known; for code 1 after the first of an exception, for 0 empty.
         reason: Why the process was killed, such as ``"hung for 30 s at a.py:41 in f, and was
             killed"``; empty otherwise.
     """

@@ -275,7 +275,7 @@ def _named_segments() -> list[str]:
 
 def _owner(path: Path) -> int | None:
     try:
-        return path.stat().st_uid
+        return path.lstat().st_uid
     except FileNotFoundError:
         return None
 

@@ -12,7 +12,7 @@ import pytest
 from support import private_segments
 
 from aioshm import ShmRingBuffer
-from aioshm.cli import doctor
+from aioshm.cli import doctor, tables
 from aioshm.cli.app import run
 from aioshm.process.placement import NumaNode
 
@@ -184,7 +184,7 @@ def test_wake_up_that_was_measured_under_load_is_called_so(capsys, monkeypatch, 
     report = examined(capsys)
     assert report["costs"] == {"wake_up_ns": min(wake_up_us, 200) * 1000}
     (finding,) = [finding for finding in report["findings"] if finding["name"] == "waiting"]
-    assert f"wake-up {wake_up_us}" in finding["found"]
+    assert f"wake-up {tables.duration(wake_up_us / 1e6)};" in finding["found"]
     assert (finding["verdict"], finding["advice"]) == (verdict, advice)
 
 

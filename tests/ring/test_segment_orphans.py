@@ -71,10 +71,13 @@ def test_segment_is_an_orphan_when_its_creator_and_its_readers_are_killed() -> N
 
 
 def test_segment_of_this_process_is_no_orphan() -> None:
+    strange = SHM / f"{segment_module.NAME_PREFIX}strange"  # anybody can create one
+    strange.symlink_to(strange)
     segment = Segment.create(4096, "named")
     assert segment.name is not None
     assert orphans() == []
     assert not remove_orphan(segment.name)
+    strange.unlink()
     chunk = segment.view[:8]
     segment.close()
     chunk[:] = b"mapped.."
