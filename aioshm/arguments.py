@@ -50,6 +50,12 @@ def check_seconds(name: str, value: object, *, zero: bool = False) -> float:
     return float(value)
 
 
+def check_limit(name: str, value: object) -> None:
+    """Raise unless ``value`` is None, or a number of seconds as for `check_seconds`."""
+    if value is not None:
+        check_seconds(name, value)
+
+
 def check_timeout(name: str, value: object) -> float | None:
     """Return ``value`` if it is None or a number of seconds from 0 on; infinity waits for ever, as None does."""
     if value is None:

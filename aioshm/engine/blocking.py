@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
-from aioshm.arguments import check_seconds
+from aioshm.arguments import check_limit
 from aioshm.closing import Closing, warn_not_closed
 from aioshm.engine.client import client as awaited
 from aioshm.engine.client.client import ClientOptions
@@ -152,8 +152,7 @@ class EngineClient(Closing):
 
     def submit(self, request: Any, *, engine: int | None = None, timeout: float | None = None) -> OutputStream[Any]:
         """Send a request; return the iterator of its outputs: see `aioshm.engine.EngineClient.submit`."""
-        if timeout is not None:
-            check_seconds("timeout", timeout)
+        check_limit("timeout", timeout)
         host = self._open_host()
         client = self._client
         return host.do(lambda: OutputStream(client.send_request(request, engine), client, host, timeout))
@@ -176,8 +175,7 @@ class EngineClient(Closing):
         Raises:
             TimeoutError: No answer in time.
         """
-        if timeout is not None:
-            check_seconds("timeout", timeout)
+        check_limit("timeout", timeout)
 
         async def called() -> Any:
             try:
@@ -270,8 +268,7 @@ class OutputStream(Closing, Iterator[Output], Generic[Output]):
         """
         inbox = self._inbox
         try:
-            if timeout is not None:
-                check_seconds("timeout", timeout)
+            check_limit("timeout", timeout)
             if not inbox.outputs:
                 if not inbox.ended:
                     self._host.run(partial(self._wait, timeout))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
-from aioshm.arguments import check_int, check_seconds, shown
+from aioshm.arguments import check_int, check_limit, check_seconds, shown
 from aioshm.events.protocol.encoding import MAX_PAYLOAD_BYTES
 from aioshm.events.protocol.outbox import Overflow
 from aioshm.events.protocol.tracker import Start
@@ -168,8 +168,7 @@ class SubscriberSettings:
         encoded_topic(self.topic)
         check_seconds("replay_timeout", self.replay_timeout)
         for name in ("check_interval", "gone_after_s"):
-            if getattr(self, name) is not None:
-                check_seconds(name, getattr(self, name))
+            check_limit(name, getattr(self, name))
         check_int("max_waiting", self.max_waiting, minimum=1)
         check_int("max_backlog_bytes", self.max_backlog_bytes, minimum=1)
         if self.max_payload_bytes is not None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from aioshm.arguments import check_bool, check_int, check_seconds
+from aioshm.arguments import check_bool, check_int, check_limit, check_seconds
 
 MAX_RESTARTS = 5
 WITHIN_S = 60.0
@@ -54,8 +54,7 @@ class Restart:
 
     def __post_init__(self) -> None:
         check_int("max_restarts", self.max_restarts, minimum=0)
-        if self.hang_s is not None:
-            check_seconds("hang_s", self.hang_s)
+        check_limit("hang_s", self.hang_s)
         check_bool("kill_stopped", self.kill_stopped)
         for name in ("within_s", "backoff_s", "backoff_max_s"):
             check_seconds(name, getattr(self, name))

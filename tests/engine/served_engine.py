@@ -124,6 +124,9 @@ class Engine:
     def unspeakable(self) -> object:
         return object()
 
+    def unreadable(self) -> object:
+        return msgspec.msgpack.Ext(9, b"")
+
     async def later(self, value: Any) -> Any:
         await asyncio.sleep(0.01)
         return value

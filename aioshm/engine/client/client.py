@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias, get_args
 
-from aioshm.arguments import check_int, check_seconds, check_type
+from aioshm.arguments import check_int, check_limit, check_type
 from aioshm.closing import AsyncClosing
 from aioshm.config import Options
 from aioshm.engine.client.link import EngineLink
@@ -231,8 +231,7 @@ class EngineClient(AsyncClosing):
             TimeoutError: Not all engines have registered in time; the text names the missing ones.
             QueueClosed, RoleError: The client is closed, or not open.
         """
-        if timeout is not None:
-            check_seconds("timeout", timeout)
+        check_limit("timeout", timeout)
         link = self._link
         link.check_open()
         try:
@@ -304,8 +303,7 @@ class EngineClient(AsyncClosing):
         """
         link = self._link
         self._link.check_own()
-        if timeout is not None:
-            check_seconds("timeout", timeout)
+        check_limit("timeout", timeout)
         ranks = link.engines.ranks
         if len(ranks) == 1 or rank != ranks[-1]:
             raise ValueError(f"rank must be the last one of several engines, {ranks}, not {rank!r}")
@@ -348,8 +346,7 @@ class EngineClient(AsyncClosing):
             TypeError, ValueError: The request has another type than ``request_type``, no id or one that is not free, or
                 there is no such engine, or ``timeout`` is invalid.
         """
-        if timeout is not None:
-            check_seconds("timeout", timeout)
+        check_limit("timeout", timeout)
         return OutputStream(self.send_request(request, engine), self._link.leave, timeout)
 
     def leave(self, inbox: Inbox) -> None:
@@ -393,10 +390,7 @@ class EngineClient(AsyncClosing):
         link.check_ready()
         if isinstance(request_ids, str):
             request_ids = [request_ids]
-        for engine, ids in link.pending.by_engine(request_ids).items():
-            for request_id in ids:
-                link.pending.abort(request_id)
-            link.abort(engine, ids)
+        link.end_and_abort(request_ids)
 
     async def call(self, method: str, *args: Any, engine: int | None = None) -> Any:
         """Call a method of the engine.
@@ -420,6 +414,8 @@ class EngineClient(AsyncClosing):
         """
         link = self._link
         link.check_ready()
+        if not isinstance(method, str):
+            raise TypeError(f"method must be a str, not {method!r}")
         if engine is not None:
             engines = [link.engines.choose(engine)]
         elif link.goes_on:
@@ -466,8 +462,7 @@ class EngineClient(AsyncClosing):
             ValueError: The mode is invalid.
         """
         check_mode(mode)
-        if timeout is not None:
-            check_seconds("timeout", timeout)
+        check_limit("timeout", timeout)
         self._link.check_ready()
         await self._link.pause.pause(mode, timeout)
 

@@ -218,14 +218,19 @@ class EngineLink:
             with suppress(EngineDead):  # its death will be reported
                 self.send(engine, _ABORT, [encode(request_ids)])
 
+    def end_and_abort(self, request_ids: Iterable[str], cause: str = "") -> None:
+        for engine, ids in self.pending.by_engine(request_ids).items():
+            for request_id in ids:
+                self.pending.abort(request_id, cause)
+            self.abort(engine, ids)
+
     def leave(self, inbox: Inbox) -> None:
         if inbox.ended or self.closed or self._loop.is_closed():
             return
         if threading.get_ident() != self._thread:  # the garbage collector may run in any thread
             self._loop.call_soon_threadsafe(self.leave, inbox)
             return
-        self.pending.abort(inbox.request_id)
-        self.abort(inbox.engine, [inbox.request_id])
+        self.end_and_abort([inbox.request_id])
 
     # Receiving
 
@@ -367,7 +372,7 @@ class EngineLink:
 
     def _resubmit(self, inbox: Inbox, former: Engine) -> bool:
         """Resubmit a dead engine's request if it has brought no output yet; return whether it was sent."""
-        if inbox.request is None:
+        if inbox.request is None or inbox.ended:
             return False
         # Skip engines that had this request before: late output of the dead process must not pass for its successor's.
         tried = {former.rank, *inbox.tried}

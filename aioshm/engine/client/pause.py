@@ -74,11 +74,8 @@ class PauseOfEngines:
         link = self._link
         self.order = order
         if order.mode == "abort":
-            for at, ids in link.pending.by_engine(link.pending.inboxes).items():
-                if at is not None:
-                    for request_id in ids:
-                        link.pending.abort(request_id, ": the engines were paused")
-                    link.abort(at, ids)
+            sent = [request_id for request_id, inbox in link.pending.inboxes.items() if inbox.engine is not None]
+            link.end_and_abort(sent, ": the engines were paused")
         for engine in link.engines:
             engine.refusal = None
             if engine.registration is not None:
@@ -127,8 +124,9 @@ class PauseOfEngines:
     def _send_waiting(self) -> None:
         """Send the requests that waited for the end of the pause; one without an engine fails."""
         link = self._link
-        for inbox in [each for each in link.pending.inboxes.values() if each.engine is None]:
-            request_id = inbox.request_id
+        for request_id, inbox in list(link.pending.inboxes.items()):
+            if inbox.engine is not None or inbox.ended:
+                continue
             try:
                 link.send_request(inbox, link.engines.choose(inbox.wanted), inbox.request or [])
             except EngineDead as error:

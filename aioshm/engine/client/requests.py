@@ -12,7 +12,7 @@ from itertools import count
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
-from aioshm.arguments import check_seconds
+from aioshm.arguments import check_limit
 from aioshm.engine.client.engines import Engine, Engines
 from aioshm.engine.protocol.messages import (
     NO_GENERATION,
@@ -189,8 +189,7 @@ class OutputStream(AsyncIterator[Output], Generic[Output]):
             RoleError: Another task waits for the next output.
             TypeError, ValueError: ``timeout`` is invalid.
         """
-        if timeout is not None:
-            check_seconds("timeout", timeout)
+        check_limit("timeout", timeout)
         return self._next(timeout, asyncio.current_task())  # wait_for() of CPython 3.11 awaits this in its own task
 
     async def _next(self, timeout: float | None, consumer: asyncio.Task[Any] | None) -> Output:
@@ -291,14 +290,16 @@ class Pending:
         return inbox
 
     def abort(self, request_id: str, cause: str = "") -> None:
-        """End a request at its user's wish."""
-        engine = self.inboxes[request_id].engine
+        """End a request at its user's wish; see `finish`."""
+        inbox = self.inboxes.get(request_id)
+        if inbox is None:
+            return
         rank: int | None = None
-        if engine is not None:
-            self._note_abort(engine, request_id)
-            rank = engine.rank
+        if inbox.engine is not None:
+            self._note_abort(inbox.engine, request_id)
+            rank = inbox.engine.rank
         text = f"request {request_id!r} was aborted before its last output{cause}"
-        self._end(request_id, RequestAborted(text, engine=rank, request_id=request_id))
+        self.finish(request_id, RequestAborted(text, engine=rank, request_id=request_id))
 
     def _note_abort(self, engine: Engine, request_id: str) -> None:
         if not engine.of_vllm:
@@ -310,12 +311,11 @@ class Pending:
         self._aborted[engine.rank, request_id] = now
 
     def finish(self, request_id: str, error: AioshmError | None = None) -> None:
-        """End a request, which has failed if there is an error."""
-        self.failed += error is not None
-        self._end(request_id, error)
-
-    def _end(self, request_id: str, error: AioshmError | None) -> None:
-        inbox = self.inboxes.pop(request_id)
+        """End a request, unless the garbage collector, which may run at any time, has just dropped the stream."""
+        inbox = self.inboxes.pop(request_id, None)
+        if inbox is None:
+            return
+        self.failed += not isinstance(error, RequestAborted | None)
         inbox.end(error)
         if inbox.engine is not None:
             inbox.engine.in_flight -= 1
@@ -327,7 +327,7 @@ class Pending:
         for request_id in dict.fromkeys(request_ids):
             inbox = self.inboxes.get(request_id)
             if inbox is not None:
-                found.setdefault(inbox.engine, []).append(request_id)
+                found.setdefault(inbox.engine, []).append(inbox.request_id)
         return found
 
     # Calls

@@ -34,7 +34,7 @@ from aioshm.engine.protocol.messages import (
     pop_mark,
     request_id_of,
 )
-from aioshm.engine.protocol.payloads import Frame, PayloadDecoder, PayloadEncoder, convert, convert_arguments
+from aioshm.engine.protocol.payloads import Frame, PayloadDecoder, PayloadEncoder, convert, convert_arguments, readable
 from aioshm.engine.protocol.waves import Lockstep
 from aioshm.engine.security.keys import AnyKeys
 from aioshm.errors import MAX_TEXT, AioshmError, CodecError, text_of
@@ -62,9 +62,6 @@ _ADD = EngineCoreRequestType.ADD.value
 _ABORT = EngineCoreRequestType.ABORT.value
 _START_DP_WAVE = EngineCoreRequestType.START_DP_WAVE.value
 _UTILITY = EngineCoreRequestType.UTILITY.value
-
-_decode_head = msgspec.msgpack.Decoder(tuple[int, int, str, msgspec.Raw]).decode
-"""Decodes a call without its arguments."""
 
 
 class Owner(NamedTuple):
@@ -270,7 +267,7 @@ class EngineCore:
             request = self._decode_request(payload)
             request_id = request_id_of(request, "request")
         except CodecError as error:
-            request_id = request_id_of(self._decode(payload), "request")  # raises if there is no request to fail
+            request_id = request_id_of(readable(payload[0]), "request")  # raises if there is no request to fail
             self._refuse(sender, request_id, str(error))
             return
         if sender.generation:
@@ -350,12 +347,11 @@ class EngineCore:
         try:
             call: Call = self._decode_call(payload)
         except CodecError as error:
-            try:
-                _, call_id, method_name, _ = _decode_head(payload[0])
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                raise error from None
-            self._fail_call(client, Call(client, call_id, method_name, []), error)
-            return
+            match readable(payload[0]):
+                case [int(), int(call_id), str(name), _]:
+                    self._fail_call(client, Call(client, call_id, name, []), error)
+                    return
+            raise
         if call.method == PAUSE:
             await self._obey(client, call)
             return
@@ -379,7 +375,7 @@ class EngineCore:
 
     async def _finish_call(self, client: int, call: Call, result: Any) -> None:
         try:
-            self._answer(client, UtilityOutput(call.call_id, None, (None, await _awaited(result))))
+            self._answer(client, call.call_id, await _awaited(result))
         except (Exception, asyncio.CancelledError) as error:  # the latter also from `aclose`: it answers for all calls
             self._fail_call(client, call, error)
 
@@ -387,9 +383,11 @@ class EngineCore:
         logger.debug("a call of %s has failed", call.method, exc_info=error)
         reason = "the engine has cancelled the call" if isinstance(error, asyncio.CancelledError) else text_of(error)
         text = f"Call to {call.method} method failed: {reason}"  # vLLM's words: clients look for them
-        self._answer(client, UtilityOutput(call.call_id, self._sendable(text)))
+        failure = UtilityOutput(call.call_id, self._sendable(text))
+        self._send(client, EngineCoreOutputs(self.index, utility_output=failure), counts=False)
 
-    def _answer(self, client: int, answer: UtilityOutput) -> None:
+    def _answer(self, client: int, call_id: int, result: Any) -> None:
+        answer = UtilityOutput(call_id, None, (None, result))
         self._send(client, EngineCoreOutputs(self.index, utility_output=answer), counts=False)
 
     # The pause
@@ -406,7 +404,7 @@ class EngineCore:
         self._sockets.registration = self._registration()
         for front_end in self._sockets.front_ends:
             if front_end.is_aioshm:
-                self._answer(front_end.client, UtilityOutput(NOTICE_ID, None, (None, order)))
+                self._answer(front_end.client, NOTICE_ID, order)
         if order.mode == "abort":
             owners = self._owners.copy()
             await self._drop(list(owners))
@@ -426,7 +424,7 @@ class EngineCore:
         """Answer all orders, if no step is to be taken or the engine is not paused."""
         if self._unanswered and not (self._order.mode and self._has_work()):
             for client, call_id in self._unanswered:
-                self._answer(client, UtilityOutput(call_id, None, (None, self._order)))
+                self._answer(client, call_id, self._order)
             self._unanswered.clear()
 
     # Sending

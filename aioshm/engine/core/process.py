@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 
-from aioshm.arguments import check_seconds
+from aioshm.arguments import check_limit
 from aioshm.config import Options
 from aioshm.engine.core.core import MAX_PENDING_BYTES, EngineCore
 from aioshm.engine.protocol.handshake import MAX_INIT_BYTES, EngineHandshake, EngineHandshakeMetadata
@@ -200,8 +200,7 @@ async def shake_hands(
             or not local.
     """
     chosen = handshake or HandshakeOptions()
-    if timeout is not None:
-        check_seconds("timeout", timeout)
+    check_limit("timeout", timeout)
     own_address = chosen.client_handshake_address
     if own_address is not None and (chosen.headless or not chosen.local):
         raise ValueError(

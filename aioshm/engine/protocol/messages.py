@@ -34,7 +34,7 @@ import msgspec
 
 from aioshm.arguments import shown
 from aioshm.engine.protocol.addresses import MAX_INDEX
-from aioshm.engine.protocol.payloads import Frame, PayloadDecoder
+from aioshm.engine.protocol.payloads import Frame, PayloadDecoder, readable
 from aioshm.errors import CodecError
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
@@ -84,12 +84,12 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
     Attributes:
         call_id: The id of the call.
         failure_message: Why the call failed; None after a success.
-        result: vLLM's type information, unused here, and the result of the method.
+        result: vLLM's type information, unused here, and the result of the method, decoded apart from the envelope.
     """
 
     call_id: int
     failure_message: str | None = None
-    result: tuple[Any, Any] | None = None
+    result: tuple[Any, msgspec.Raw] | None = None
 
 
 class SchedulerStats(msgspec.Struct):
@@ -250,39 +250,42 @@ class EnvelopeDecoder:
     """Decodes envelopes; an output that is not of ``output_type`` is an `Unreadable` in its place."""
 
     def __init__(self, output_type: Any = None) -> None:
-        self._type = Any if output_type is None else output_type
+        self._wanted = "plain data" if output_type is None else output_type
         generic: Any = MarkedOutputs  # the type checker would take the brackets' content for a type
-        self._decode_typed = PayloadDecoder(generic[self._type]).decode
-        self._decode_plain = PayloadDecoder(MarkedOutputs[Any]).decode
+        self._decode_typed = PayloadDecoder(generic[Any if output_type is None else output_type]).decode
+        self._decode_raw = PayloadDecoder(MarkedOutputs[msgspec.Raw]).decode
+        self._decode_output = PayloadDecoder(output_type).decode
+        self._decode_result = PayloadDecoder().decode
 
     def decode(self, frames: Sequence[Frame]) -> MarkedOutputs[Any]:
+        envelope: MarkedOutputs[Any]
         try:
-            envelope: MarkedOutputs[Any] = self._decode_typed(frames)
-            return envelope
+            envelope = self._decode_typed(frames)
         except CodecError:
-            if self._type is Any:
-                raise
-        envelope = self._decode_plain(frames)
-        for number, output in enumerate(envelope.outputs):
+            envelope = self._decode_raw(frames)
+            parts = [*frames]
+            for number, output in enumerate(envelope.outputs):
+                parts[0] = output
+                try:
+                    envelope.outputs[number] = self._decode_output(parts, more=number > 0)
+                except CodecError as error:
+                    envelope.outputs[number] = self._unreadable(output, error)
+        answer = envelope.utility_output
+        if answer is not None and answer.result is not None:
             try:
-                envelope.outputs[number] = msgspec.convert(output, self._type, dec_hook=_as_type)
-            except Exception as error:  # not only a ValidationError: arrays have other errors
-                envelope.outputs[number] = self._unreadable(output, error)
+                answer.result = None, self._decode_result([answer.result[1], *frames[1:]])
+            except CodecError as error:
+                answer.failure_message = f"the result of the call is not readable: {error}"
         return envelope
 
-    def _unreadable(self, output: Any, error: Exception) -> Any:
+    def _unreadable(self, output: Frame, error: CodecError) -> Unreadable | None:
+        found = readable(output)
         try:
-            request_id = request_id_of(output)
+            request_id = request_id_of(found)
         except CodecError:
-            return output  # without an id it is rejected later
-        text = refusal_of(output) or f"its output is no {self._type}: {error}"
-        return Unreadable(request_id, text, is_finished(output))
-
-
-def _as_type(wanted: Any, value: Any) -> Any:
-    if wanted is slice:
-        return slice(*value)
-    return value  # an array or a tensor; msgspec checks its type
+            return None  # without an id it is rejected later
+        text = refusal_of(found) or f"its output is no {self._wanted}: {error}"
+        return Unreadable(request_id, text, is_finished(found))
 
 
 def generations_of(envelope: MarkedOutputs[Any]) -> Sequence[int | None]:

@@ -113,12 +113,14 @@ class PayloadDecoder:
         self._taken: set[int] = set()
         self._saw_raw = False
 
-    def decode(self, frames: Sequence[Frame]) -> Any:
+    def decode(self, frames: Sequence[Frame], *, more: bool = False) -> Any:
+        """Decode a payload; ``more``: one that shares its frames with the payload before."""
         if len(frames) > MAX_FRAMES:
             raise CodecError(f"a message of {len(frames)} frames, more than {MAX_FRAMES}")
         self._frames = frames
         self._saw_raw = False
-        self._taken.clear()
+        if not more:
+            self._taken.clear()
         try:
             payload = self._typed(frames[0])
             return self._revived(payload) if self._saw_raw or len(frames) > 1 else payload
@@ -187,6 +189,24 @@ class PayloadDecoder:
             return found
         except ModuleNotFoundError as error:
             raise CodecError(f"a message with arrays needs {error.name}: pip install 'aioshm[torch]'") from None
+
+
+_items_of = msgspec.msgpack.Decoder(dict[str, msgspec.Raw] | list[msgspec.Raw]).decode
+
+
+def readable(frame: Frame) -> Any:
+    """Return a map or an array with None for each item that is not readable; None for anything else."""
+    found = _read(_items_of, frame)
+    if isinstance(found, list):
+        return [_read(msgspec.msgpack.decode, each) for each in found]
+    return found and {name: _read(msgspec.msgpack.decode, each) for name, each in found.items()}
+
+
+def _read(decode: Callable[[Any], Any], frame: Frame) -> Any:
+    try:
+        return decode(frame)
+    except (ValueError, TypeError, RecursionError):
+        return None
 
 
 def convert(payload: Any, kind: type[T]) -> T:

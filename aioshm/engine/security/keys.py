@@ -200,9 +200,7 @@ class EngineKeys(msgspec.Struct, frozen=True, tag="aioshm-engine-keys"):
     def __repr__(self) -> str:
         return "<EngineKeys>"
 
-    def __rich_repr__(self) -> list[tuple[str, Any]]:
-        """Return no fields: rich would show those of a struct, and these are secret."""
-        return []
+    __rich_repr__ = EngineCredentials.__rich_repr__
 
 
 AnyKeys: TypeAlias = EngineKeys | EngineCredentials

@@ -107,18 +107,12 @@ class APIServerProcessManager(ProcessManager):
         self._failure: ProcessDied | None = None  # the last death of a crash loop
         self._over = asyncio.Event()  # all servers are done, or one is in a crash loop, or the manager is closed
         attributes = as_attributes(keys_to_hand_over(keys))
+        shared = {"stats_update_address": stats_update_address, "membership_address": membership_address}
         jobs = []
         for index in range(num_servers):
-            config: dict[str, Any] = {
-                "input_address": input_addresses[index],
-                "output_address": output_addresses[index],
-                "client_count": num_servers,
-                "client_index": index,
-            }
-            if stats_update_address is not None:
-                config["stats_update_address"] = stats_update_address
-            if membership_address is not None:
-                config["membership_address"] = membership_address
+            config: dict[str, Any] = {"client_count": num_servers, "client_index": index}
+            config |= {"input_address": input_addresses[index], "output_address": output_addresses[index]}
+            config |= {name: address for name, address in shared.items() if address is not None}
             arguments = (listen_address, self._copy or sock, args, config)
             place = place_of(placement, index)
             jobs.append(Job(f"ApiServer_{index}", arguments, attributes=attributes, place=place))

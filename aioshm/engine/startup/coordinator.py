@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq
 
-from aioshm.arguments import check_seconds, check_type
+from aioshm.arguments import check_limit, check_type
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
 from aioshm.engine.protocol.addresses import (
@@ -226,8 +226,7 @@ class EngineStartupCoordinator(AsyncClosing):
             RoleError: The block was not entered, or left.
             ValueError: A process was not started.
         """
-        if timeout is not None:
-            check_seconds("timeout", timeout)
+        check_limit("timeout", timeout)
         if self._router is None:
             raise RoleError("a startup of engines is waited for inside `async with`")
         outcome = self._begin()

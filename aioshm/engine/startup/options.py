@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
-from aioshm.arguments import check_int, check_seconds, check_type
+from aioshm.arguments import check_int, check_limit, check_type
 from aioshm.engine.protocol.addresses import CoreEngine, EngineZmqAddresses, StartupProgress, balanced_outside, identity
 from aioshm.engine.security.bound_sockets import check_handshake_address, get_engine_client_zmq_addr
 from aioshm.engine.security.keys import EngineKeys
@@ -107,8 +107,7 @@ class StartupOptions:
     secure: bool = True
 
     def __post_init__(self) -> None:
-        if self.progress_timeout is not None:
-            check_seconds("progress_timeout", self.progress_timeout)
+        check_limit("progress_timeout", self.progress_timeout)
 
 
 class ResolvedLayout:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
-from aioshm.arguments import check_int, check_plain, check_seconds, check_type
+from aioshm.arguments import check_int, check_limit, check_plain, check_seconds, check_type
 from aioshm.closing import AsyncClosing, warn_not_closed
 from aioshm.config import engine_ready_timeout
 from aioshm.engine.client.client import ClientOptions, EngineClient, Resubmit
@@ -233,8 +233,7 @@ class EngineSupervisor(AsyncClosing):
             TypeError, ValueError: There is no such engine, or an argument is invalid.
         """
         check_int("index", index, minimum=0)
-        if timeout is not None:
-            check_seconds("timeout", timeout)
+        check_limit("timeout", timeout)
         restarts = self._open()
         members = self.launch.members
         life = restarts.lives.get(index)

@@ -19,6 +19,7 @@ from support import cancelled, cancelled_after
 from typed_messages import Output, Request
 
 from aioshm.engine import ClientOptions, CoreEngine, EngineClient, EngineZmqAddresses
+from aioshm.engine.client.requests import Inbox
 from aioshm.errors import CallFailed, CodecError, EngineDead, QueueClosed, RequestAborted, RequestFailed, RoleError
 
 pytestmark = pytest.mark.usefixtures("runtime_dir")
@@ -51,13 +52,8 @@ class TestStreams:
                 assert type(request) is Request
                 assert (request.client_index, request.current_wave) == (0, 0)
                 halves = torch.arange(300, dtype=torch.bfloat16)
-                output = {
-                    "request_id": request.request_id,
-                    "twice": request.prompt * 2,
-                    "small": np.int8([1]),
-                    "halves": halves,
-                    "finished": True,
-                }
+                arrays = {"twice": request.prompt * 2, "small": np.int8([1]), "halves": halves}
+                output = {"request_id": request.request_id, "finished": True, **arrays}
                 self.requests[request.request_id] = {"output": output}
 
         async with served(Mirror(), request_type=Request, ) as serving:  # fmt: skip
@@ -120,6 +116,29 @@ class TestLeaving:
             assert client.in_flight == 0
             assert engine.requests == {}
 
+    @pytest.mark.parametrize("error", [RequestAborted, EngineDead])
+    async def test_stream_that_the_garbage_collector_drops_while_requests_end(
+        self, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def collect(inbox: Inbox, why: Any) -> None:
+            monkeypatch.undo()
+            streams.clear()
+            inbox.end(why)
+
+        async with served(Engine()) as serving:
+            client = serving.client
+            streams = [await begun(client, each) for each in "abc"]
+            kept = await begun(client, "d")
+            streams.append(await begun(client, "e"))
+            monkeypatch.setattr(Inbox, "end", collect)
+            if error is RequestAborted:
+                await client.abort(np.array([*"abcde"]))
+                await until(lambda: sorted(serving.engines[0].aborted) == [*"abcde"])
+            else:
+                client.give_up(EngineDead("gone", engine=0))
+            with pytest.raises(error):
+                await kept.next(timeout=5)
+
     async def test_cancelled_at_any_moment(self) -> None:
         async with served(Engine(), Engine()) as serving:
             client = serving.client
@@ -157,6 +176,7 @@ FAILURES: list[tuple[str, list[Any], str]] = [
     ("add", [1, 2, 3], "takes from 2 to 3 positional arguments"),
     ("swap", [{"x": 1}], "missing required field `y`"),
     ("unspeakable", [], "cannot encode"),
+    ("unreadable", [], "the result of the call is not readable: .*extension type 9"),
     ("interrupted", [], "the engine has cancelled the call"),
     ("give", [msgspec.msgpack.Ext(9, b"")], "cannot decode a payload: extension type 9 is not supported"),
 ]
@@ -174,6 +194,8 @@ class TestCalls:
                 await call("give", object())
             with pytest.raises(ValueError, match="engine must be the rank of one of"):
                 await call("add", 1, engine=7)
+            with pytest.raises(TypeError, match="method must be a str, not 5"):
+                await call(5)  # type: ignore[arg-type]
             assert not serving.client._link.pending.calls
             later = [call("later", number, engine=number % 2) for number in range(20)]
             assert await asyncio.gather(*later) == [*range(20)]

@@ -21,6 +21,14 @@ from aioshm.errors import EngineDead, MessageTooLarge, RequestFailed
 pytestmark = pytest.mark.usefixtures("runtime_dir")
 
 
+UNREADABLE = msgspec.msgpack.Ext(9, b"")
+
+
+class Unclear(Engine):
+    def _step(self) -> list[Any]:
+        return [each | {"token": UNREADABLE} if each["request_id"] == "wrong" else each for each in super()._step()]
+
+
 class Explained(msgspec.Struct):
     """An output that can hold an engine's refusal."""
 
@@ -37,11 +45,10 @@ class TestRefusals:
         failing = [
             (ask("refused", refuse="too long"), "^ValueError: too long$"),
             (ask("said", output=said), "^out of memory$"),
+            (ask("wrong"), "its output is no"),
+            (ask("unreadable", token=UNREADABLE), "extension type 9 is not supported"),
         ]
-        if output_type is not None:
-            wrong = {"request_id": "wrong", "token": "no number"}
-            failing.append((ask("wrong", output=wrong), "its output is no"))
-        async with served(Engine(), output_type=output_type) as serving:
+        async with served(Unclear(), output_type=output_type) as serving:
             good = serving.client.submit(ask("good", 3))
             for request, text in failing:
                 with pytest.raises(RequestFailed, match=text) as caught:

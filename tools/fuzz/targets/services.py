@@ -132,7 +132,7 @@ def _envelope_seeds() -> Iterator[bytes]:
     envelope = EngineCoreOutputs(1, outputs, timestamp=1.0)
     yield framed(*map(bytes, _encoder.encode(envelope)))
     yield framed(_pack(EngineCoreOutputs(0, [{"a": 1}], timestamp=1.0)))
-    yield framed(_pack(EngineCoreOutputs(0, timestamp=1.0, utility_output=UtilityOutput(1, None, (None, 3)))))
+    yield framed(_pack(EngineCoreOutputs(0, [], None, 1.0, UtilityOutput(1, None, (None, msgspec.Raw(b"\x03"))))))
     yield framed(_pack([0, 1, "method", [1, "x"]]))
     yield framed(_pack({"request_id": "r", "prompt": ["<f4", [2], msgspec.msgpack.Ext(3, bytes(8))]}))
     yield framed(_pack(["<i8", [1], 1]), bytes(8))
