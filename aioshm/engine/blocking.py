@@ -68,10 +68,7 @@ class EngineClient(Closing):
     """
 
     def __init__(
-        self,
-        addresses: EngineZmqAddresses,
-        engines: Sequence[CoreEngine] | int,
-        options: ClientOptions | None = None,
+        self, addresses: EngineZmqAddresses, engines: Sequence[CoreEngine] | int, options: ClientOptions | None = None
     ) -> None:
         self._host: LoopThread | None = None
         self._begin(awaited.EngineClient(addresses, engines, options), None)
@@ -358,10 +355,7 @@ class CoreEngineLaunch:
 
 @contextmanager
 def launch_core_engines(
-    target_fn: Callable[..., object],
-    engine_count: int = 1,
-    local_engine_count: int | None = None,
-    **options: Any,
+    target_fn: Callable[..., object], engine_count: int = 1, local_engine_count: int | None = None, **options: Any
 ) -> Iterator[CoreEngineLaunch]:
     """Start coordinator and engines, shake hands with them, and open a client; a context manager.
 

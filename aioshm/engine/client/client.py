@@ -112,10 +112,7 @@ class EngineClient(AsyncClosing):
     """
 
     def __init__(
-        self,
-        addresses: EngineZmqAddresses,
-        engines: Sequence[CoreEngine] | int,
-        options: ClientOptions | None = None,
+        self, addresses: EngineZmqAddresses, engines: Sequence[CoreEngine] | int, options: ClientOptions | None = None
     ) -> None:
         chosen = check_type("options", options, ClientOptions) or ClientOptions()
         self._link = EngineLink(addresses, engines, chosen)

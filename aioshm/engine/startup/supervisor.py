@@ -345,8 +345,7 @@ class EngineSupervisor(AsyncClosing):
             self._launch.startup.retry()
 
     def _members(self, timeout: float | None = None) -> EngineClient | FrontEnds:
-        if timeout is not None:
-            check_seconds("timeout", timeout)
+        check_limit("timeout", timeout)
         members = self.launch.members
         if members is None:
             raise RoleError("there is no engine here, and no client or front end of engines")
