@@ -405,6 +405,11 @@ class EndState:
             f"{self!r} belongs to the process that this one was forked from: create an end here, from the handle"
         )
         self.core.open = False
+        unshared = memoryview(bytearray(1))  # a call that ends in the child leaves the parent's flag raised
+        if not isinstance(self.core, NoRing):
+            self.core.parked = unshared
+        if self.poller is not None:
+            self.poller.parked = unshared
 
     def refuse_closed(self) -> None:
         """Make every call raise `QueueClosed` from now on; the first step of closing."""

@@ -74,7 +74,7 @@ class Poller:
         self.policy: Policy = policy
         self.stats: WaitStats = WaitStats()
         self._loop = loop
-        self._parked = parked
+        self.parked: Flag = parked
         self._spin_natively = spin
         self._doorbells = doorbells
         self._timer = Timer(loop, self.wake)
@@ -107,7 +107,7 @@ class Poller:
     def close(self) -> None:
         """Close the descriptors. Idempotent; no wait may be in progress, but on a loop that is closed."""
         self._timer.close()
-        self._parked = bytearray(1)  # written to when such a wait is collected as garbage
+        self.parked = bytearray(1)  # written to when such a wait is collected as garbage
         if self._loop.is_closed():
             self._sleeper = None
         self._poll = None
@@ -229,7 +229,7 @@ class Poller:
                     self._asleep = True
                 else:
                     self._sleeper = self._loop.create_future()  # before the poll, after which a wake-up may come
-                self._parked[0] = 1
+                self.parked[0] = 1
                 memory_fence()
                 if ready():
                     return True
@@ -243,7 +243,7 @@ class Poller:
                     await self._suspend(limits, now, until_ns)
             return False
         finally:
-            self._parked[0] = 0
+            self.parked[0] = 0
             self._asleep = False
             self._sleeper = None
 

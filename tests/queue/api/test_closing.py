@@ -18,7 +18,7 @@ from pairs import EITHER_PLACE, attached
 from remotes import wide_writer
 from support import eventually, forked, until
 
-from aioshm import MessageQueue, QueueClosed, RoleError, blocking
+from aioshm import MessageQueue, QueueClosed, RoleError, blocking, merge
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.SelectorEventLoop, uvloop.new_event_loop]
 NEW_LOOP = pytest.mark.parametrize("new_loop", LOOPS, ids=["asyncio", "uvloop"])
@@ -210,6 +210,24 @@ async def test_a_forked_child_is_refused_and_does_not_hide_a_death() -> None:
         with pytest.raises(QueueClosed):
             await reader.dequeue(5)  # although the child still has the writer's sockets
         assert child_is_refused()
+
+
+@pytest.mark.parametrize("receive", [MessageQueue.dequeue, lambda reader: anext(merge({0: reader}))])
+async def test_forked_child_that_ends_a_waiting_call_leaves_the_parents_call_wakeable(receive: Any) -> None:
+    async def receive_one() -> Any:
+        return await receive(reader)
+
+    def ends_call(waiting: Any) -> bool:
+        waiting.close()
+        return True
+
+    async with attached(wait="park") as (writer, (reader,)):
+        call = receive_one()
+        waiting = asyncio.ensure_future(call)
+        await until(lambda: reader.end.source.ring.parked[0])  # type: ignore[union-attr]
+        assert forked(ends_call, call)()
+        await writer.enqueue("woken")
+        assert await asyncio.wait_for(waiting, 5) in ("woken", (0, "woken"))
 
 
 @EITHER_PLACE
