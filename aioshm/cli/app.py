@@ -89,6 +89,8 @@ def run(args: Sequence[str]) -> int:
         return _fail(failure)
     except KeyboardInterrupt:
         return _fail(interrupted(signal.SIGINT))
+    except ValueError as error:  # of AIOSHM_NATIVE, as the command is imported
+        return _fail(CommandFailed(str(error), UNUSABLE))
     except OSError as error:
         if error.errno not in _OUTPUT_ERRORS:
             raise

@@ -107,11 +107,15 @@ def test_reader_that_has_seen_enough_is_no_error():
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize(
-    ("output", "error"),
-    [("/dev/full", "cannot write the output: No space left on device"), ("&-", "standard output is closed")],
+    ("command", "error"),
+    [
+        ("{} >/dev/full", "cannot write the output: No space left on device"),
+        ("{} >&-", "standard output is closed"),
+        ("AIOSHM_NATIVE=2 {}", "AIOSHM_NATIVE='2': it must be 0 or 1"),
+    ],
 )
-def test_output_that_cannot_be_written_is_one_line(output, error):
-    command = f"'{sys.executable}' -m aioshm doctor >{output}"
+def test_command_that_cannot_work_says_so_in_one_line(command, error):
+    command = command.format(f"'{sys.executable}' -m aioshm doctor")
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, f"aioshm: {error}\n")
 
