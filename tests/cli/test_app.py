@@ -72,9 +72,7 @@ def test_error_is_folded_to_the_columns(capsys, monkeypatch):
     assert run(["inspect", name]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if len(line) > 40 and " " in line.strip()] == []
-    assert f"aioshm: there is no queue '{name}'; queues of this user on this host: " in " ".join(
-        line.strip() for line in lines
-    )
+    assert f"aioshm: there is no queue '{name}'; queues of this user on this host: " in " ".join(map(str.strip, lines))
 
 
 def test_error_is_folded_on_a_terminal():

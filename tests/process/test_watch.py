@@ -133,11 +133,10 @@ RAISED = ["Traceback (most recent call last):", '  File "a.py", line 1, in <modu
 @pytest.mark.parametrize(
     ("code", "lines", "text"),
     [
-        ("raise SystemExit(3)", ["Traceback", "KeyError: 'a'", "", "  "], "exited with code 3: KeyError: 'a'"),
+        ("raise SystemExit(1)", [*RAISED, "KeyError: 'a'", "", "  "], "exited with code 1: KeyError: 'a'"),
         ("raise SystemExit(3)", [], "exited with code 3"),
         ("raise SystemExit(3)", OSError("no lines"), "exited with code 3"),
         ("raise SystemExit(0)", ["all is well"], "exited with code 0"),
-        ("raise SystemExit(1)", [*RAISED, "KeyError: 'a'"], "exited with code 1: KeyError: 'a'"),
         ("raise SystemExit(1)", [*RAISED, "E: ", "  one", " ", "  two", ""], "exited with code 1: E: one ... two"),
         ("raise SystemExit(1)", ["| " + line for line in (*RAISED, "E: no", "+---")], "exited with code 1: E: no"),
         ("raise SystemExit(3)", [*RAISED, "E: no", "I give up"], "exited with code 3: I give up"),
