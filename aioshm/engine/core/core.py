@@ -112,6 +112,7 @@ class EngineCore:
         self._order: PauseOrder = NO_ORDER  # the newest order to pause or to resume
         self._unanswered: list[tuple[int, int]] = []  # orders: clients and call ids
         self._held: list[tuple[Owner, str, Any]] = []  # requests of a pause with their ids, in the order of arrival
+        self._start_is_lost = False  # perhaps: the coordinator has come back during a pause
         self._fields: dict[str, Any] = {}  # of READY
         self._counts: Any = None
         self._lockstep: Lockstep | None = None
@@ -252,6 +253,7 @@ class EngineCore:
     async def _forget(self, client: int) -> None:
         """Drop everything of a client that is gone."""
         if client == COORDINATOR:  # it may have lost the start of a wave, and the peer that reported it waits for all
+            self._start_is_lost = bool(self._order.mode)
             if self._lockstep is not None and not self._order.mode:
                 self._report_wave(start=self._lockstep.add(0))
             return
@@ -417,7 +419,9 @@ class EngineCore:
             self._held = []
             for held in released:
                 await self._admit(*held)
-        if order.mode != "keep" and self._owners and self._lockstep is not None:
+        is_due = self._start_is_lost and not order.mode
+        if self._lockstep is not None and (is_due or (order.mode != "keep" and self._owners)):
+            self._start_is_lost = False
             self._report_wave(start=self._lockstep.add(0))
 
     def _answer_orders(self) -> None:

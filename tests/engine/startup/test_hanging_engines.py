@@ -8,7 +8,7 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -208,13 +208,18 @@ async def test_in_lockstep_nobody_is_killed_for_a_stopped_engine(tmp_path: Path)
         assert pids(supervisor) == before
 
 
-async def test_wave_whose_start_is_lost_with_the_coordinator_is_started_nonetheless(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_paused", [False, True])
+async def test_wave_whose_start_is_lost_with_the_coordinator_is_started(tmp_path: Path, is_paused: bool) -> None:
     async with asyncio.timeout(60), in_step(tmp_path) as supervisor:
         victim: int = supervisor.launch.coordinator.proc.pid  # type: ignore[assignment,union-attr]
         stop(victim, signal.SIGSTOP)
         stream = supervisor.client.submit(ask("a"), engine=0)
         await until(lambda: [*tmp_path.glob("*/rounds/0-1")])
         stop(victim)
+        if is_paused:  # until the next one is there
+            with suppress(TimeoutError):
+                await supervisor.pause("keep", timeout=2)
+            await supervisor.resume()
         assert len(await collected(stream)) == 3
 
 
