@@ -214,18 +214,11 @@ async def test_a_forked_child_is_refused_and_does_not_hide_a_death() -> None:
 
 @pytest.mark.parametrize("receive", [MessageQueue.dequeue, lambda reader: anext(merge({0: reader}))])
 async def test_forked_child_that_ends_a_waiting_call_leaves_the_parents_call_wakeable(receive: Any) -> None:
-    async def receive_one() -> Any:
-        return await receive(reader)
-
-    def ends_call(waiting: Any) -> bool:
-        waiting.close()
-        return True
-
     async with attached(wait="park") as (writer, (reader,)):
-        call = receive_one()
+        call = receive(reader)
         waiting = asyncio.ensure_future(call)
         await until(lambda: reader.end.source.ring.parked[0])  # type: ignore[union-attr]
-        assert forked(ends_call, call)()
+        assert forked(lambda call: call.close() is None, call)()
         await writer.enqueue("woken")
         assert await asyncio.wait_for(waiting, 5) in ("woken", (0, "woken"))
 
