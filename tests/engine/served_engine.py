@@ -101,12 +101,8 @@ class Engine:
     # What clients call
 
     def report(self) -> dict[str, Any]:
-        return {
-            "seen": len(self.seen),
-            "aborted": sorted(self.aborted),
-            "open": sorted(self.requests),
-            "pid": os.getpid(),
-        }
+        ids = {"aborted": sorted(self.aborted), "open": sorted(self.requests)}
+        return {"seen": len(self.seen), "pid": os.getpid(), **ids}
 
     def add(self, one: float, other: float = 1) -> float:
         return one + other

@@ -241,7 +241,10 @@ class EngineClient(AsyncClosing):
                 *map(str, self.deaths.values()),
                 *[engine.stall for engine in link.engines if engine.stall],
             ]
-            raise TimeoutError("; ".join(texts)) from None
+            if not missing:
+                texts[0] = f"no membership came from {link.chosen.membership_address} within {timeout} s"
+            if not link.settled.is_set():  # else the last engine has registered in the iteration of the timeout
+                raise TimeoutError("; ".join(texts)) from None
         link.check_open()
 
     def give_up(self, error: EngineDead) -> None:

@@ -46,7 +46,8 @@ class PauseOfEngines:
                 while self.order.mode and not self._settled():
                     await self._changed.wait()
         except TimeoutError:
-            raise TimeoutError(describe_unpaused(self.unanswered, timeout)) from None
+            if not self._settled():  # else the last engine has answered in the iteration of the timeout
+                raise TimeoutError(describe_unpaused(self.unanswered, timeout)) from None
         if not self.order.mode:
             raise RoleError("the engines were resumed before pause() has returned")
 

@@ -263,20 +263,18 @@ class TestInterrupts:
 
 class TestEnding:
     def test_closing_ends_all_waits(self) -> None:
-        with served() as client, ThreadPoolExecutor(4) as pool:
+        with served() as client, ThreadPoolExecutor(6) as pool:
             streams = [client.submit(ask(name, None)) for name in "ab"]
             for stream in streams:
                 next(stream)
             waits = [pool.submit(next, stream) for stream in streams] + [pool.submit(client.call, "never")]
             eventually(lambda: all(each.running() for each in waits), "their waiting")
-            closers = [threading.Thread(target=client.close) for _ in range(3)]
-            for closer in closers:
-                closer.start()
+            closers = [pool.submit(client.close) for _ in range(3)]
             for each in waits:
                 with pytest.raises(QueueClosed):
                     each.result(20)
             for closer in closers:
-                closer.join()
+                closer.result(20)
             client.close()
             for attempt in (lambda: client.submit(ask("c")), lambda: client.call("add", 1), client.wait_until_ready):
                 with pytest.raises(QueueClosed, match="closed"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import zmq
 from iterating import END, WAYS, by_aclosing
-from served_engine import LOOPBACK, Engine, ask, begun, collected, here_and_there, served, until
+from peers import BareEngine
+from served_engine import LOOPBACK, Engine, ask, begun, clients_of, collected, here_and_there, served, until
 from support import cancelled, cancelled_after
 from typed_messages import Output, Request
 
@@ -313,6 +316,26 @@ class TestLife:
                 await waiting
             with pytest.raises(RoleError, match="once"):
                 client.open()
+
+    async def test_membership_that_does_not_come_is_named(self, path: str) -> None:
+        async with clients_of(here_and_there(), 1, 1, on_engine_death="continue", membership_address=path) as serving:
+            with zmq.Context() as context, BareEngine(context, serving.client):
+                await until(lambda: serving.client.ready)
+                with pytest.raises(TimeoutError, match=f"^no membership came from {path} within 0.01 s$"):
+                    await serving.client.wait_until_ready(0.01)
+
+    async def test_what_comes_in_the_iteration_of_the_timeout_is_in_time(self) -> None:
+        async with served(Engine()) as serving:
+            link = serving.client._link
+            pausing = asyncio.create_task(serving.client.pause(timeout=0.02))
+            await asyncio.sleep(0)
+            link.settled.clear()
+            ready = asyncio.create_task(serving.client.wait_until_ready(0.02))
+            await asyncio.sleep(0)
+            for arrive in (link.settled.set, lambda: link.engines[0].order.answer.set_result(None)):
+                asyncio.get_running_loop().call_later(0.01, arrive)
+            time.sleep(0.05)  # all timers have expired when the loop runs again
+            await asyncio.gather(pausing, ready)
 
     async def test_bad_arguments(self, path: str) -> None:
         for engines, text in ((0, "at least 1"), ([], "some"), ([CoreEngine(1), CoreEngine(1)], "a rank of its own")):

@@ -102,10 +102,8 @@ def test_an_engine_without_progress_is_passed_over_while_another_is_there() -> N
     assert engines.choose(4).rank == 4, "where its rank is given"
     engines.note_health(6, "stopped", "")
     assert engines.choose().rank in (4, 5), "if all make no progress, the least busy is chosen, as before"
-    assert [engines[rank].stall for rank in (4, 6)] == [
-        "engine 4 is stalled: at model.py:41 in forward",
-        "engine 6 is stopped",
-    ]
+    stalls = [engines[rank].stall for rank in (4, 6)]
+    assert stalls == ["engine 4 is stalled: at model.py:41 in forward", "engine 6 is stopped"]
     engines.note_health(4, "running", "")
     assert engines.choose().rank == 4
     assert len(engines.in_service()) == 3, "calls of all engines are for all"
