@@ -410,10 +410,9 @@ class CoreEngineActorManager(Closing, AsyncClosing):
                 over = all(actor.ended for actor in self.actors)  # first: an actor may fail meanwhile
                 for actor in self.actors:
                     if actor.ended and actor.exitcode != 0 and not self._closed:
-                        ended = "died"
-                        if actor.exitcode is not None:
-                            ended = f"exited with code {actor.exitcode}"
-                        raise EngineDead("\n".join([f"{actor} {ended}", *actor.last_words]))
+                        ended = "died" if actor.exitcode is None else f"exited with code {actor.exitcode}"
+                        lines = [f"{actor} {ended}", *actor.last_words]
+                        raise EngineDead("\n".join(lines), engine=actor.rank, pid=actor.pid)
                 if over:
                     break
                 await watch.next()

@@ -187,6 +187,7 @@ class TestDeath:
                     await waiting
             first, *rest = str(caught.value).splitlines()
             actor = manager.actors[1]
+            assert (caught.value.engine, caught.value.pid) == (1, actor.pid)
             assert first == f"EngineCore_1 (pid {actor.pid} on {actor.host}) died"
             assert any("worker process has died" in line for line in rest)
             eventually(lambda: gone(manager.actors[0].pid))
