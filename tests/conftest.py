@@ -77,10 +77,7 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 
 @pytest.fixture(scope="session", autouse=True)
 def no_socket_file_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let sockets that have files have them in a directory of the tests' own, and fail if any is there in the end.
-
-    What a run that was killed leaves there is removed by a later one, as pytest does with its directories.
-    """
+    """Let sockets that have files have them in a directory of the tests' own, and fail if any is there in the end."""
     base = tmp_path_factory.mktemp("s")  # short, as paths of sockets have to be
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(base))

@@ -100,11 +100,7 @@ async def cancelled_after(call: Coroutine[Any, Any, Any], turns: int) -> Any:
 
 
 class Bystander:
-    """A task that wants every turn of the loop.
-
-    Attributes:
-        turns: How many it has had.
-    """
+    """A task that wants every turn of the loop, and counts the ``turns`` that it had."""
 
     def __init__(self) -> None:
         self.turns = 0

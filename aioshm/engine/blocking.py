@@ -44,9 +44,9 @@ Output = TypeVar("Output")
 
 
 class EngineClient(Closing):
-    """`aioshm.engine.EngineClient` for plain threads: the same names without ``await``, and `close`.
+    """`aioshm.engine.EngineClient` for threads, without ``await``, with `close`, and for the engines of the start.
 
-    The methods raise the same errors.
+    The methods raise the same errors; `stats` has ``deaths`` and ``late_outputs``.
 
         with EngineClient(addresses, 2) as client:
             ...  # start the engines with client.addresses, and shake hands with them

@@ -35,11 +35,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(autouse=True)
 def a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Name the queue of each test differently.
-
-    Commands see the queues of all processes, others may run these tests, and who has just looked at a queue that has
-    ended keeps it listed for a moment.
-    """
+    """Name the queue of each test differently: commands see the queues of all processes, also of other tests."""
     monkeypatch.setitem(globals(), "NAME", f"inspected-{os.getpid()}-{next(_numbers)}")
 
 

@@ -107,10 +107,7 @@ def starting(
     coordinator: Any = None,
     **options: Any,
 ) -> EngineStartupCoordinator:
-    """Create a startup of these engines, or of so many local ones, at a new address if there is no ``place``.
-
-    ``options`` are those of the startup.
-    """
+    """Create a startup of these engines, or of so many local ones, at a new address if there is no ``place``."""
     if isinstance(engines, int):
         engines = [CoreEngine(rank) for rank in range(engines)]
     return EngineStartupCoordinator(

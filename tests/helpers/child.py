@@ -1,7 +1,4 @@
-"""One end of a queue in a process of its own, for tests that kill it: ``python child.py ROLE ARGUMENTS...``.
-
-It says on standard output, line by line, what it has done.
-"""
+"""One end of a queue in a process that tests kill; it prints each step: ``python child.py ROLE ARGUMENTS...``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Process groups of one's own: `meet` makes one of threads, `FileGroup` one of processes that share a directory.
-
-And `traces_of_probes`, which none of them must leave behind.
-"""
+"""Process groups of one's own: `meet` makes one of threads, `FileGroup` one of processes that share a directory."""
 
 from __future__ import annotations
 

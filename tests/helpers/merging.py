@@ -23,10 +23,7 @@ BIG = 50_000
 async def queues(
     n_local: int = 3, n_remote: int = 0, *, ready: bool = True, **arguments: Any
 ) -> AsyncIterator[tuple[list[MessageQueue], dict[int, MessageQueue]]]:
-    """Give writers to the block and, by numbers from 0 on, the one reader of each; the last ones are remote.
-
-    The other arguments are those of `wide_writer`.
-    """
+    """Give writers to the block and, by numbers from 0 on, the one reader of each; the last ones are remote."""
     places = [(1, 0)] * n_local + [(0, 1)] * n_remote
     writers = [wide_writer(*place, **arguments) for place in places]
     readers = {n: MessageQueue.create_from_handle(each.export_handle(), 0) for n, each in enumerate(writers)}

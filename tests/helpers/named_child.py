@@ -1,7 +1,4 @@
-"""One end of a named queue in a process of its own: ``python named_child.py ROLE ARGUMENTS...``.
-
-It says on standard output, line by line, what it has done.
-"""
+"""One end of a named queue in a process that prints each step: ``python named_child.py ROLE ARGUMENTS...``."""
 
 from __future__ import annotations
 

@@ -73,10 +73,7 @@ def raises(error: type[Exception]) -> Iterator[None]:
 
 
 async def one_loop() -> None:
-    """Both ends on one loop: a reader that sleeps is woken, one message is larger than a slot, one is leased.
-
-    Then messages with a steady period, for which a reader sleeps on a timer.
-    """
+    """Both ends on one loop: a reader that sleeps, a large message, a lease, and messages with a steady period."""
     async with ready() as (writer, reader):
         waiting = asyncio.ensure_future(reader.dequeue(TIMEOUT_S))
         while not reader.stats().parks and not waiting.done():

@@ -1,7 +1,4 @@
-"""What the processes of the litmus tests do: spawned children import it, so nothing of pytest here.
-
-An end that sleeps is woken by its bell; an end without one polls as fast as it goes.
-"""
+"""What the processes of the litmus tests do: spawned children import it, so nothing of pytest here."""
 
 from __future__ import annotations
 

@@ -55,10 +55,7 @@ def spun_for(policy: Policy, hit: bool, at_ns: int = START) -> None:
 
 
 def waits(policy: Policy, gaps: Iterable[int]) -> list[bool]:
-    """Let one message after the other arrive, one wait for each; return which waits spun.
-
-    A spin hits if the next message comes while it lasts.
-    """
+    """Let one message after the other arrive, one wait for each; return which waits spun."""
     spun = []
     at_ns = START
     for count, gap in enumerate(gaps, 1):

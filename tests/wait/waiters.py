@@ -98,10 +98,7 @@ def _timers() -> set[str]:
 
 
 class Told(Policy):
-    """Answers with the steps that it was given, and notes in ``learnt`` what it is told of the outcome.
-
-    Each wait has its list of steps; behind the last step it parks.
-    """
+    """Answers each wait with its list of steps, then parks; notes in ``learnt`` the outcomes that it is told."""
 
     def __init__(self, *waits: list[Step]) -> None:
         super().__init__(may_spin=True)

@@ -62,6 +62,7 @@ class EndState:
         """Do nothing, as above."""
 
     count_turn = reopen
+    raw_message = bytearray
 
     def interrupt(self) -> None:
         self.interrupt_reader()

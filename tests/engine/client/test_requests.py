@@ -1,8 +1,4 @@
-"""Streams of requests: time limits of single outputs, and ids that are used again.
-
-A timeout aborts nothing and loses nothing, and names the request. Ids are used again after an abort, after a death, and
-by a restarted front end.
-"""
+"""Streams of requests: time limits of single outputs, which lose nothing, and ids that are used again."""
 
 from __future__ import annotations
 

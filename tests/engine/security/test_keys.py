@@ -1,7 +1,4 @@
-"""Keys: derived, saved, handed to processes, and the errors where there are none.
-
-Each process of an engine has keys of its own, and the keys of a dead process are refused at every socket.
-"""
+"""Keys: derived, saved, handed to processes, refused once their process is dead, and the errors without them."""
 
 from __future__ import annotations
 

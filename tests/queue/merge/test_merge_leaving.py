@@ -185,10 +185,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[str]]]:
-    """Give a function that forks a process with writers and returns their handles.
-
-    Names and sockets are in a directory of their own, where nothing is in the way of files that killed writers leave.
-    """
+    """Give a function that forks a process with writers and returns their handles."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AIOSHM_RUNTIME_DIR", str(tmp_path_factory.mktemp("m")))
         with subprocess.Popen(
