@@ -200,7 +200,9 @@ class EngineKeys(msgspec.Struct, frozen=True, tag="aioshm-engine-keys"):
     def __repr__(self) -> str:
         return "<EngineKeys>"
 
-    __rich_repr__ = EngineCredentials.__rich_repr__
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """Return no fields: rich would show those of a struct, and these are secret."""
+        return []
 
 
 AnyKeys: TypeAlias = EngineKeys | EngineCredentials

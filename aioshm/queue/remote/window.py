@@ -24,8 +24,8 @@ class Outgoing:
     __slots__ = ("body", "head", "nbytes")
 
     def __init__(self, head: bytes, body: bytes | memoryview | None = None) -> None:
-        self.head = head  # the first frame, without the address
-        self.body = body  # the second frame, if there is one
+        self.head: bytes = head  # the first frame, without the address
+        self.body: bytes | memoryview | None = body  # the second frame, if there is one
         self.nbytes: int = wire.ADDRESS_BYTES + len(head)
         if body is not None:
             self.nbytes += len(body)
