@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from itertools import repeat
 from pathlib import Path
 
 from aioshm import MessageQueue
@@ -31,8 +32,7 @@ def work_slowly() -> None:
 
 
 def block_the_loop() -> None:
-    while True:
-        sum(range(100))  # the line: blocked
+    all(sum(range(100)) for _ in repeat(0))  # the line: blocked
 
 
 WORK = {"read": int, "read slowly": work_slowly, "read and block": block_the_loop}

@@ -293,7 +293,8 @@ def test_sockets_are_not_inherited_by_programs_that_are_started() -> None:
             if each.status == psutil.CONN_LISTEN
         }
         assert inodes
-        child = psutil.Popen([sys.executable, "-c", "input()"], stdin=-1, close_fds=False)
+        child = psutil.Popen([sys.executable, "-c", "input('started ')"], stdin=-1, stdout=-1, close_fds=False)
+        assert child.stdout.read(8) == b"started "
         held = {os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()}
         child.communicate(b"\n")
         assert not inodes & held
