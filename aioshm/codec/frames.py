@@ -132,7 +132,7 @@ def placed_bytes(n_buffers: int, main_bytes: int) -> int:
 
 
 def pack_table(main: int, places: Sequence[int]) -> bytes:
-    """Return the table of a body whose parts lie apart; ``places``: offset and length of each buffer in turn."""
+    """Return the table of a body whose parts lie apart: bytes of the main part, offset and length of each buffer."""
     return struct.pack(f"<{1 + len(places)}Q", main, *places)
 
 

@@ -251,5 +251,5 @@ def publisher_binds(endpoint: str) -> bool:
 
 
 def passed_on(asked: str, bound: str) -> str:
-    """Return the endpoint for subscribers: the host's own address if the system chose the port."""
+    """Return the endpoint for subscribers: the bound one, with the host's own address if the system chose the port."""
     return connectable(bound) if asked.endswith((":0", ":*")) else bound

@@ -160,8 +160,8 @@ def _silent(before: QueueSnapshot, now: QueueSnapshot, channel: str) -> Iterator
     writer = now.writer
     if not writer.there or writer.pid == 0 or writer.messages > before.writer.messages:
         return
-    if _loop_waits(channel) and writer.state != "running":
-        yield "writer idle", writer, "has nothing to publish: its event loop waits"
+    if writer.state != "running" and (not channel or _loop_waits(channel)):  # unknown if it woke up meanwhile
+        yield "writer idle", writer, "has nothing to publish" + ": its event loop waits" * bool(channel)
         return
     seconds = (now.taken_ns - before.taken_ns) / 1e9
     yield "writer blocked", writer, f"has published nothing for {seconds:.1f} s: {_why(writer, channel)}"

@@ -97,7 +97,7 @@ Change = ReaderJoined | ReaderLeft | ReaderDied | ChangesLost
 
 
 class ChangeLog:
-    """The changes that one iteration has yet to return."""
+    """The changes that one iterator of `membership` has not returned yet."""
 
     def __init__(self) -> None:
         self._waiting: deque[Change] = deque()

@@ -321,16 +321,20 @@ class WriterControl(_RingEnd, _WriterBase):
         self._header[at.WRITER_LINE + at.STATE] = closed
 
     def describe(self, name: str | None, codec: int, ranks: Sequence[int], remote_readers: int) -> None:
-        """Write the queue's name, at most 120 bytes in UTF-8, the codec's code, and the ranks."""
-        begin = self.layout.name_at
-        encoded = (name or "").encode()
-        self._header[begin + at.NAME : begin + at.NAME + len(encoded)] = encoded
-        self._header[begin] = len(encoded)
-        self._write_u32(begin + at.REMOTE_READERS, remote_readers)
+        """Write the queue's name, the codec's code, and the ranks."""
+        self.write_name(name or "")
+        self._write_u32(self.layout.name_at + at.REMOTE_READERS, remote_readers)
         self._header[at.WRITER_LINE + at.CODEC] = codec
         for reader, rank in enumerate(ranks):
             self._write_u32(self.layout.reader_line(reader) + at.RANK, rank)
         self._words[(at.WRITER_LINE + at.CREATED) // 8] = monotonic_ns()
+
+    def write_name(self, name: str) -> None:
+        """Write the name that commands show: the first 120 bytes in UTF-8."""
+        begin = self.layout.name_at
+        encoded = name.encode(errors="replace")[:120]
+        self._header[begin + at.NAME : begin + at.NAME + len(encoded)] = encoded
+        self._header[begin] = len(encoded)
 
     def _write_u32(self, begin: int, value: int) -> None:
         self._header[begin : begin + 4] = value.to_bytes(4, "little")

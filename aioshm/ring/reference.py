@@ -174,7 +174,7 @@ class _End(ABC):
             raise ValueError("the ring was closed")
 
     def check_unused(self) -> None:
-        """Raise if the ring was closed, or is in use: by a spin of another thread, or code that a call here runs."""
+        """Raise if the ring was closed, or is in use: by a spin of another thread, or a call whose codec calls this."""
         self.check_open()
         if self.in_use:
             raise RuntimeError("the ring is in use: this was called from inside of a batch")

@@ -113,7 +113,7 @@ class Timer:
 
 
 def measure_wake_up(timers: int = 3) -> int:
-    """Return the cost of a wake-up: that of the second best timer, and an iteration of the loop."""
+    """Return the ns of a wake-up: how late the second best of some timers is, plus one iteration of the loop."""
     late = sorted(timer_lateness(timers))
     return late[min(1, len(late) - 1)] + LOOP_NS
 

@@ -125,9 +125,9 @@ class TestVerdict:
         assert found(before, now) == [("writer idle", -1)]
         assert not judged(before, now)[0].grave
         assert found(before, now, writer=SLEEP) == [("writer blocked", -1)]
-        assert text_of(before, now, writer=SLEEP).startswith(
-            "has published nothing for 1.0 s: it is blocked in hrtimer"
-        )
+        blocked = text_of(before, now, writer=SLEEP)
+        assert blocked.startswith("has published nothing for 1.0 s: it is blocked in hrtimer")
+        assert text_of(before, now, writer="") == "has nothing to publish"  # it is not known where it sleeps
         busy = look(5, 5, 5, states={WRITER: "running"})
         assert found(before, busy, writer=BUSY) == [("writer blocked", -1)]
 

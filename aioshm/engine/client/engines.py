@@ -243,7 +243,7 @@ class Engines:
     def update(self, counts: Sequence[Sequence[float]]) -> None:
         """Apply a publication: for each rank the waiting and running requests, and the usage of the KV cache.
 
-        Older releases of vLLM publish no usage, and no publication has an engine that was just added.
+        Older releases of vLLM publish no usage. An engine that was just added has no counts yet.
         """
         loads = [_load_of(counts[engine.rank]) if engine.rank < len(counts) else (0.0, 0, 1.0) for engine in self]
         for engine, (load, usage, weight) in zip(self, loads, strict=True):

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
@@ -35,6 +35,7 @@ from aioshm.process.stalls import ProgressWatch
 from aioshm.process.stopping import ashutdown
 from aioshm.process.watch import ProcessExit, ProcessWatch
 from aioshm.queue import MessageQueue
+from aioshm.queue.ends.writer import Writer
 
 if TYPE_CHECKING:
     from aioshm.engine.workers.calls import Call
@@ -112,6 +113,7 @@ class WorkerProcess:
             unused.push_async_callback(replies.aclose)
             requests = MessageQueue(1, 1, None, *settings.sizes, codec=MessageCodec(), options=options)
             unused.push_async_callback(requests.aclose)
+            cast(Writer, requests.end).label(f"{self.name}.calls")
             await send_line(self._socket, (rank, broadcasts, requests.export_handle().to_json()))
             await requests.wait_until_ready()
             await replies.wait_until_ready()

@@ -7,7 +7,7 @@ import logging
 import pickle
 from collections.abc import AsyncGenerator, Coroutine, Iterable
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -19,6 +19,7 @@ from aioshm.process.background import give_back, in_thread
 from aioshm.process.restart import ALIVE, Life, RankInfo, Restart
 from aioshm.process.stalls import Watched
 from aioshm.queue import MessageQueue
+from aioshm.queue.ends.writer import Writer
 
 CODE_WITHIN_S = 1.0
 """How long a worker with a closed queue may take to exit. After that it is killed."""
@@ -76,6 +77,7 @@ class Session:
         except BaseException:
             broadcasts.end.state.discard()
             raise
+        cast(Writer, broadcasts.end).label(f"{settings.name}.calls")
         self.calls = CallTable(self, broadcasts)
         self.is_open = True
 

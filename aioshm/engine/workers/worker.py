@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import json
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
@@ -42,6 +43,7 @@ from aioshm.process import progress
 from aioshm.process.progress import BUSY, ENDING, IDLE
 from aioshm.process.stopping import TERMINATED, Termination
 from aioshm.queue import MessageQueue
+from aioshm.queue.ends.writer import Writer
 
 _LINE_BYTES = 1 << 16
 _HERE = os.path.dirname(__file__)
@@ -183,6 +185,7 @@ async def _work(driver: socket.socket, construction: bytes, sizes: tuple[int, in
     termination = Termination()
     try:
         async with MessageQueue(1, 1, None, *sizes, codec=MessageCodec(), options=options) as replies:
+            cast(Writer, replies.end).label(f"{multiprocessing.current_process().name}.answers")
             worker = Worker(construction, replies, termination)
             try:
                 await send_line(driver, replies.export_handle().to_json())

@@ -215,7 +215,7 @@ class PublisherCore:
         self.stop(CLOSE_TIMEOUT_S)
 
     def stop(self, linger: float) -> threading.Thread | None:
-        """Close everything, and log the batches that were not sent. Idempotent."""
+        """Close everything, and log the batches that were not sent; else as `PublisherSockets.close`. Idempotent."""
         self.outbox.close()
         self._stopped = True
         left = self.outbox.abandon()

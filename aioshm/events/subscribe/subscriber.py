@@ -20,7 +20,7 @@ _YIELD_EVERY = 64
 
 
 class EventSubscriber(AsyncClosing):
-    """Receives the batches of one or many publishers, each publisher's in order, without holes and copies.
+    """Receives the batches of one or many publishers, each publisher's in order, without gaps and duplicates.
 
     The subscriber requests batches that live delivery lost from the replay endpoint, if there is one: gaps, batches
     published before this subscriber came or while a connection was down, and the end of a stream if no later batch

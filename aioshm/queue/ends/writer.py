@@ -84,6 +84,11 @@ class Writer(Closable):
         ring.ring.describe(name, codec.code, ring.ranks, n_remote)
         state.set_end(self)
 
+    def label(self, name: str) -> None:
+        """Name the queue in commands, logs and errors; no reader can search for this name."""
+        self.state.name = self.registry.name = name
+        self.ring.ring.write_name(name)
+
     def export_handle(self) -> Handle:
         """Return the handle for readers."""
         ring = self.ring

@@ -198,7 +198,7 @@ class _Turn:
 
 
 async def become_ready(end: Writer | Reader) -> None:
-    """Wait until an end of a group's queue is ready, or close the end: a rank that has left is not replaced."""
+    """Wait until an end of a group's queue is ready; close the end if that fails, such as when a rank has left."""
     try:
         if isinstance(end, Writer):
             await end.wait_until_ready(None, replaceable=False)

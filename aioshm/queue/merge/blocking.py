@@ -159,7 +159,7 @@ class Merged(Closing, Iterator[tuple[int, T | Any]]):
         """Add a queue, from any thread, also during an iteration.
 
         Args:
-            rank: The rank that the queue's messages are returned with, also that of an ended or removed queue.
+            rank: The rank that the queue's messages are returned with; that of an ended or removed queue is free again.
             reader: The queue's reader, which need not be ready.
 
         Raises:

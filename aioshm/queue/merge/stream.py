@@ -102,7 +102,7 @@ class Merged(AsyncClosing, AsyncIterator[tuple[int, T | Any]]):
         """Add a queue, which begins to attach. Any task of the loop may call this, also during an iteration.
 
         Args:
-            rank: The rank that the queue's messages are returned with, also that of an ended or removed queue.
+            rank: The rank that the queue's messages are returned with; that of an ended or removed queue is free again.
             reader: The queue's reader, which need not be ready.
 
         Raises:

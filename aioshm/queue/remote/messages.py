@@ -36,7 +36,7 @@ class MessageMemory(mmap.mmap, OwnMemory):
 
 
 def memory_of(seq: int, nbytes: int) -> MessageMemory:
-    """Return memory for a message, or raise `SharedMemoryError`."""
+    """Return new memory for a message, or raise `SharedMemoryError` if there is not enough."""
     try:
         return MessageMemory(nbytes)
     except OSError as error:

@@ -22,6 +22,7 @@ from test_calls import fill
 
 from aioshm import CodecError, Options, QueueClosed, RoleError, WorkerDied, WorkerError
 from aioshm.engine import WorkerGroup
+from aioshm.observe import find_queues
 
 pytestmark = pytest.mark.slow_on_uvloop
 
@@ -37,6 +38,8 @@ class TestStarting:
             assert made == [(rank, (1, "x"), {"more": [2]}) for rank in range(3)]
             assert await group.collective_rpc("pid") == group.pids
             assert psutil.Process(group.pids[0]).ppid() == os.getpid()
+            labels = {queue.label for queue in find_queues() if os.getpid() in (end.pid for end in queue.ends)}
+            assert labels >= {"TP.calls", *[f"TP_{rank}.{way}" for rank in range(3) for way in ("calls", "answers")]}
             assert "uvloop" not in (await group.collective_rpc(targets.loop_of))[0]
 
     async def test_worker_may_be_made_without_a_rank_by_a_coroutine_on_another_kind_of_loop(self) -> None:
